@@ -1,0 +1,1 @@
+"""What the agent must do and how it is judged. Knows `harness` only."""

@@ -1,0 +1,100 @@
+"""Generate toy repositories: `lib.py` returns the wrong argument, and only a test run says which one was wanted.
+
+Flows out: `Task`s. A task is a pure function of (split, seed, index). The bug is the ordered pair (planted, wanted) of
+argument names: one pair in five is kept for the held-out split, so no held-out task or bug occurs in training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import overload
+
+from harness.task import Split, Task
+
+NAMES = "abcdefghijkl"
+NUMBERS = range(12)
+ARGUMENTS = 5
+VISIBLE_CASES = 4
+"""Each test run uses the next of them, so a second look shows fresh numbers."""
+HIDDEN_CASES = 3
+
+PROMPT = "The tests of lib.py fail. Repair it."
+
+CHECK = '''\
+"""Run one group of cases against lib.py and print one JSON line: {"ok": true}, or the first failure."""
+import json, sys
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, ".")
+cases = json.load(open(sys.argv[1]))[int(sys.argv[2]):int(sys.argv[3])]
+try:
+    from lib import f
+    for case in cases:
+        got = f(**case["args"])
+        if got != case["want"]:
+            print(json.dumps({"want": case["want"], "got": got, **case["args"], "ok": False}))
+            break
+    else:
+        print(json.dumps({"ok": True}))
+except Exception as error:
+    print(json.dumps({"error": type(error).__name__, "ok": False}))
+'''
+
+
+def held_out(planted: str, wanted: str) -> bool:
+    """True for one bug in five, by hash."""
+    return hashlib.sha256(f"{planted}->{wanted}".encode()).digest()[0] % 5 == 0
+
+
+def make_task(split: Split, seed: int, index: int) -> Task:
+    """Task number `index` of a split."""
+    rng = random.Random(f"toy_repair/{split}/{seed}/{index}")
+    while True:
+        names = rng.sample(NAMES, ARGUMENTS)
+        planted, wanted = rng.sample(names, 2)
+        if held_out(planted, wanted) == (split == "heldout"):
+            break
+
+    def case() -> dict[str, object]:
+        args = dict(zip(names, rng.sample(NUMBERS, ARGUMENTS), strict=True))
+        return {"args": args, "want": args[wanted]}
+
+    return Task(
+        id=f"toy_repair/{split}/{seed}/{index}",
+        messages=({"role": "user", "content": PROMPT},),
+        data={
+            "names": names,
+            "planted": planted,
+            "wanted": wanted,
+            "files": {
+                "lib.py": f"def f({', '.join(names)}):\n    return {planted}\n",
+                "tests/check.py": CHECK,
+                "tests/cases.json": json.dumps([case() for _ in range(VISIBLE_CASES)]),
+            },
+            "hidden": json.dumps([case() for _ in range(HIDDEN_CASES)]),
+        },
+    )
+
+
+class ToyTasks(Sequence[Task]):
+    """A lazy split of `size` tasks."""
+
+    def __init__(self, split: Split, seed: int, size: int) -> None:
+        self.split, self.seed, self.size = split, seed, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return make_task(self.split, self.seed, index % self.size)

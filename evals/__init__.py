@@ -1,0 +1,1 @@
+"""Held-out evaluation and its statistics. Reaches the other folders through the registry only."""

@@ -1,0 +1,101 @@
+"""Messages to tokens and back, with the model's own tokenizer and chat template.
+
+Flows in: a model folder (tokenizer.json, chat_template.jinja). Flows out: token ids of an opening conversation, token ids of the
+messages that follow a sampled turn, and the parsed reply of sampled tokens. Nothing is ever re-tokenised that was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from harness.errors import ConfigError
+from harness.protocols import Message
+
+_ANSWER = "\u241eanswer\u241e"
+
+
+class Chat:
+    """One model's tokenizer and template."""
+
+    def __init__(self, folder: Path, stop: Sequence[str]) -> None:
+        """Load from a model folder. Raises `ConfigError` if a file is bad or a stop string is not one token."""
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            source = (folder / "chat_template.jinja").read_text()
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ConfigError(
+                f"{folder}: cannot load tokenizer or chat template: {error}", hint="give a model folder"
+            ) from error
+        self.stop_strings = tuple(stop)
+        self.stop_ids = tuple(self._single_token(s) for s in stop)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+        environment.globals["raise_exception"] = _raise
+        self._template = environment.from_string(source)
+
+    def _single_token(self, text: str) -> int:
+        token = self.tokenizer.token_to_id(text)
+        if token is None:
+            raise ConfigError(
+                f"`model.stop`: {text!r} is not a token of this tokenizer", hint="name a token of tokenizer.json"
+            )
+        return int(token)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, prompt: bool) -> str:
+        """The template's text, with the generation prompt if `prompt`. Raises `ConfigError` where the template refuses."""
+        try:
+            return self._template.render(
+                messages=list(messages), tools=list(tools) or None, add_generation_prompt=prompt
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template refuses the conversation: {error}", hint="check roles and order"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of text that contains its own special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of sampled tokens, special tokens kept."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """Tokens of the first request, generation prompt included."""
+        return self.encode(self.render(messages, tools, prompt=True))
+
+    def continuation(
+        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> list[int]:
+        """Tokens that follow a sampled turn's stop token: the rest of that turn, `new`, and the next generation prompt.
+
+        `before` is the conversation up to and without that turn. The turn itself is rendered as a marker whose tokens are
+        cut away: what was sampled is never rendered.
+        """
+        text = self.render([*before, {"role": "assistant", "content": _ANSWER}, *new], tools, prompt=True)
+        head, marker, rest = text.rpartition(_ANSWER)
+        if not marker:
+            raise ConfigError(
+                "the chat template drops the last assistant turn", hint="use a template that keeps history"
+            )
+        for stop in self.stop_strings:
+            if rest.startswith(stop):
+                return self.encode(rest[len(stop) :])
+        return self.encode(rest)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Text of one sampled turn, its stop token removed."""
+        body = tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens
+        return self.decode(body)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

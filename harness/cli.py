@@ -1,0 +1,227 @@
+"""The `sao` command: verbs, one clear message for whatever a user can cause, exit code 0 / 1 (failed) / 2 (bad input) / 130 (stopped)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from harness import __version__
+from harness.config import Config, dump_config, load_config
+from harness.doctor import check_imports, doctor
+from harness.errors import ConfigError, SaoError
+from harness.ledger import Ledger
+from harness.registry import BUILTIN, find
+from harness.rundir import RunDir
+
+
+def main() -> None:
+    """Entry point."""
+    args = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    try:
+        check_imports()
+        sys.exit(args.verb(args) or 0)
+    except SaoError as error:
+        _complain(error)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        _complain(SaoError(str(error), hint="free disk space or correct permissions, then `sao train --resume RUN`"))
+        sys.exit(1)
+
+
+def _complain(error: SaoError) -> None:
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sao", description="Single-rollout asynchronous RL for coding agents.")
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    def add(name: str, verb: Callable[[argparse.Namespace], Any], text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text)
+        sub.set_defaults(verb=verb)
+        return sub
+
+    for name, verb, text in (
+        ("train", _train, "The main job: warm start, value pre-training, asynchronous SAO, held-out result."),
+        ("sft", _sft, "Only the supervised warm start; prints the model folder."),
+        ("pretrain-value", _pretrain_value, "Only value pre-training; prints the critic folder."),
+    ):
+        sub = add(name, verb, text)
+        sub.add_argument("config", nargs="?", help="a TOML file")
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="for example rollout.concurrency=32")
+        sub.add_argument(
+            "--dry-run", action="store_true", help="validate, print the resolved configuration, start nothing"
+        )
+        if name == "train":
+            sub.add_argument("--resume", metavar="RUN", help="go on with a run folder")
+    status = add("status", _status, "Episodes of a run by outcome, and why any were dropped.")
+    status.add_argument("run")
+    clean = add("clean", _clean, "Remove what dead runs left: containers, processes, folders.")
+    clean.add_argument("--run", help="only this run's, even if it lives")
+    add("doctor", lambda _: doctor(), "What works on this machine, and how to get what does not.")
+    return parser
+
+
+def _load(args: argparse.Namespace) -> Config:
+    if args.config is None:
+        raise ConfigError("no configuration given", hint="for example `sao train configs/quickstart.toml`")
+    return load_config(args.config, args.overrides)
+
+
+def _open(args: argparse.Namespace, name: str) -> tuple[RunDir, Config, bool] | None:
+    """The run folder to work in, or None after a dry run."""
+    resume = getattr(args, "resume", None)
+    if resume is not None:
+        if args.config is not None:
+            raise ConfigError(
+                f"--resume takes its configuration from the run, not {args.config!r}", hint="drop the argument"
+            )
+        folder, config = RunDir.resume(Path(resume))
+        return folder, config, True
+    config = _load(args)
+    if args.dry_run:
+        print(dump_config(config), end="")
+        return None
+    return RunDir.create(config, name), config, False
+
+
+def _train(args: argparse.Namespace) -> int:
+    from harness.loop import train
+    from harness.run import Run
+
+    opened = _open(args, "train")
+    if opened is None:
+        return 0
+    folder, config, resumed = opened
+    print(f"run: {folder.path}", file=sys.stderr)
+
+    async def job() -> dict[str, Any]:
+        async with Run(folder, config, resumed=resumed) as run:
+            return await train(run)
+
+    try:
+        summary = _run(job())
+    except KeyboardInterrupt:
+        print(f"everything is recorded; go on with: sao train --resume {folder.path}", file=sys.stderr)
+        raise
+    _print_summary(summary)
+    return 0
+
+
+def _sft(args: argparse.Namespace) -> int:
+    from harness.run import Run
+    from harness.stages import check_gate, warm_start
+
+    opened = _open(args, "sft")
+    if opened is None:
+        return 0
+    folder, config, _ = opened
+    if config.sft is None:
+        raise ConfigError("the configuration has no [sft] table", hint="add one, see configs/quickstart-scratch.toml")
+
+    async def job() -> Path:
+        async with Run(folder, config) as run:
+            model = await warm_start(run)
+            await run.launch_engine()
+            await check_gate(run)
+            return model
+
+    print(_run(job()))
+    return 0
+
+
+def _pretrain_value(args: argparse.Namespace) -> int:
+    from harness.run import Run
+    from harness.stages import pretrain_value, warm_start
+
+    opened = _open(args, "pretrain-value")
+    if opened is None:
+        return 0
+    folder, config, _ = opened
+    if config.value is None:
+        raise ConfigError("the configuration has no [value] table", hint="add one, see configs/quickstart.toml")
+
+    async def job() -> Path:
+        async with Run(folder, config) as run:
+            await warm_start(run)
+            await run.launch()
+            return await pretrain_value(run)
+
+    print(_run(job()))
+    return 0
+
+
+def _run[T](job: Awaitable[T]) -> T:
+    """asyncio.run with SIGTERM treated like Ctrl-C."""
+
+    async def guarded() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await job
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The harness's own error out of a task group, else the first one."""
+    flat: list[BaseException] = []
+    for error in group.exceptions:
+        flat.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
+    return next((e for e in flat if isinstance(e, SaoError)), flat[0])
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    for name in ("before", "after"):
+        r = summary["heldout"][name]
+        if r:
+            print(
+                f"held-out success {name}: {r['success']:.3f}  (95 % interval {r['low']:.3f} to {r['high']:.3f}, n = {r['n']})"
+            )
+    print(
+        f"{summary['wall_s']:.0f} s, policy version {summary['policy_version']}, episodes {json.dumps(summary['episodes'])}"
+    )
+    print(f"run: {summary['run']}")
+
+
+def _status(args: argparse.Namespace) -> int:
+    path = Path(args.run)
+    if not (path / "ledger.sqlite").is_file():
+        raise ConfigError(f"{path} is not a run folder", hint="give the folder that the run printed")
+    ledger = Ledger(path)
+    print(json.dumps(ledger.counts()))
+    for termination, reason, count in ledger.reasons():
+        print(f"dropped {count}: {termination}: {reason}")
+    return 0
+
+
+def _clean(args: argparse.Namespace) -> int:
+    total = 0
+    for name in BUILTIN["sandbox"]:
+        try:
+            total += find("sandbox", name).reap(args.run)
+        except ConfigError as error:
+            print(f"{name}: skipped: {error.message}", file=sys.stderr)
+    print(f"removed {total}")
+    return 0

@@ -1,0 +1,106 @@
+"""One episode: sandbox, environment, agent, verdict. A bad episode is a result, never an exception.
+
+Flows in: a task and the plug-ins. Flows out: an `Episode` with its trajectories, why it ended, and who caused it: what the policy
+can cause keeps its reward, what it cannot (lost sandbox, dead engine, crashed grader) has none and is retried by the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.errors import EnvironmentFault, EpisodeEnd, InfrastructureError, SaoError, VerifierFault
+from harness.protocols import Agent, Environment, Sandbox, SandboxProvider
+from harness.session import TokenSession
+from harness.task import Limits, Score, Task, Termination
+from harness.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """How one episode went."""
+
+    id: str
+    task_id: str
+    termination: Termination
+    trajectories: tuple[Trajectory, ...] = ()
+    reward: float | None = None
+    error: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> bool:
+        """True if it was judged and the policy said something."""
+        return self.reward is not None and any(t.n_actions for t in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The plug-ins that every episode of a run shares."""
+
+    environment: Environment
+    agent: Agent
+    sandboxes: SandboxProvider
+    limits: Limits
+    session: Callable[[str, int | None], TokenSession]
+    """(episode id, seed) -> a fresh token session."""
+
+
+@contextmanager
+def boundary(fault: type[InfrastructureError], what: str) -> Iterator[None]:
+    """Code of a plug-in: anything but the harness's own errors becomes `fault`, with the original as its cause."""
+    try:
+        yield
+    except SaoError:
+        raise
+    except Exception as error:
+        raise fault(f"{what}: {type(error).__name__}: {error}") from error
+
+
+async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | None = None) -> Episode:
+    """Play and judge one episode. Only cancellation and `ConfigError`-like setup mistakes pass through."""
+    session = stage.session(episode_id, seed)
+    start = time.monotonic()
+    sandbox: Sandbox | None = None
+    try:
+        sandbox = await stage.sandboxes.acquire(task)
+        with boundary(EnvironmentFault, f"{task.id}: begin"):
+            live = await stage.environment.begin(task, sandbox)
+        termination = await _act(stage, task, live, sandbox, session)
+        with boundary(VerifierFault, f"{task.id}: score"):
+            score: Score = await live.score()
+    except InfrastructureError as error:
+        return Episode(episode_id, task.id, error.termination, error=_chain(error))
+    finally:
+        if sandbox is not None:
+            await asyncio.shield(sandbox.close())
+    info = {"termination": termination.value, "wall_s": round(time.monotonic() - start, 4), **score.info}
+    trajectories = tuple(
+        t.judged(score.reward, score.turn_rewards if t.segment == 0 else None)
+        for t in session.trajectories(task.id, info)
+    )
+    return Episode(episode_id, task.id, termination, trajectories, score.reward, info=info)
+
+
+async def _act(stage: Stage, task: Task, live: Any, sandbox: Sandbox, session: TokenSession) -> Termination:
+    try:
+        async with asyncio.timeout(stage.limits.wall_s):
+            with boundary(EnvironmentFault, f"{task.id}: agent"):
+                return await stage.agent.run(task, live, sandbox, session, stage.limits)
+    except EpisodeEnd as end:
+        return end.termination
+    except TimeoutError:
+        return Termination.WALL_CLOCK
+
+
+def _chain(error: BaseException) -> str:
+    lines = []
+    current: BaseException | None = error
+    while current is not None and len(lines) < 5:
+        lines.append(f"{type(current).__name__}: {current}")
+        current = current.__cause__
+    return " <- ".join(lines)

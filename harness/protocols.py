@@ -1,0 +1,231 @@
+"""The plug-in points: what an environment, an agent, a sandbox and an engine must offer. Read this after `trajectory.py`.
+
+Every plug-in is a class with a nested pydantic `Config`, found by `harness.registry` under a name, an entry point or `module:attr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel
+
+from harness.task import Limits, Score, Split, Task, Termination
+
+FinishReason = Literal["stop", "length"]
+Message = dict[str, Any]
+"""One chat message in the OpenAI shape: role, content, optionally tool_calls or tool_call_id."""
+
+
+# --- sandboxes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """What a command did: merged stdout and stderr (capped; head and tail kept, the gap marked) and its exit code."""
+
+    output: str
+    exit_code: int
+    timed_out: bool = False
+
+
+class Sandbox(Protocol):
+    """Where one episode's commands run. Relative paths start at its working folder. A lost one raises `SandboxError`."""
+
+    async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
+        """Run a shell command; state (cwd, variables) persists between calls. A timeout is a result, not an error."""
+        ...
+
+    async def read(self, path: str) -> bytes:
+        """A file's bytes. Raises `FileNotFoundError`."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a file, with its parent folders."""
+        ...
+
+    async def close(self) -> None:
+        """Kill everything in it and remove every trace. Safe to call twice."""
+        ...
+
+
+class SandboxProvider(Protocol):
+    """Makes sandboxes; one per run. Everything it makes carries the run's label, so that `reap` finds it after a crash."""
+
+    Config: type[BaseModel]
+
+    async def start(self) -> None:
+        """Check that sandboxes can be made here. Raises `ConfigError` with the next step if not."""
+        ...
+
+    async def acquire(self, task: Task) -> Sandbox:
+        """A fresh, empty sandbox for one episode."""
+        ...
+
+    async def close(self) -> None:
+        """Close every sandbox of this run."""
+        ...
+
+    @classmethod
+    def reap(cls, run_id: str | None) -> int:
+        """Remove what a dead run (None: any dead run) left behind; the number of things removed."""
+        ...
+
+
+# --- environments and agents -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answered; `done` ends the episode."""
+
+    content: str
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A native tool: name, description and JSON schema as shown to the model, and the coroutine that does it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    call: Callable[[dict[str, Any]], Awaitable[ToolResult]]
+
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI function schema."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
+        }
+
+
+class LiveTask(Protocol):
+    """A task set up in a sandbox: its tools, and the verdict at the end."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Tools for agents that have none of their own."""
+        ...
+
+    async def score(self) -> Score:
+        """Judge the sandbox's final state; asked once, whatever ended the episode (if the policy could cause it)."""
+        ...
+
+
+class Environment(Protocol):
+    """Where tasks come from and how they are judged."""
+
+    Config: type[BaseModel]
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """All tasks of a split; may be a lazy sequence. The splits share no task."""
+        ...
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:
+        """Put the task's files into a fresh sandbox."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it: `arguments` is the raw JSON text, valid or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One assistant turn, parsed from the sampled tokens."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: FinishReason
+
+    def message(self) -> Message:
+        """The assistant message to append to the conversation."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        return message
+
+
+class ChatSession(Protocol):
+    """The model as an agent sees it; behind it every token is recorded."""
+
+    async def complete(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Reply:
+        """One model call on the whole conversation so far. Raises `EpisodeEnd` at a limit, `EngineError` when lost."""
+        ...
+
+
+class Agent(Protocol):
+    """Who acts: turns a task into model calls and commands until it is done or out of turns."""
+
+    Config: type[BaseModel]
+
+    async def run(
+        self, task: Task, live: LiveTask, sandbox: Sandbox, session: ChatSession, limits: Limits
+    ) -> Termination:
+        """Play one episode and say why it ended. `EpisodeEnd` and `InfrastructureError` pass through."""
+        ...
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingContract:
+    """How training tokens are sampled; the engine must honour it exactly (temperature 1 and no truncation for training)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Token ids in."""
+
+    token_ids: list[int]
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    sampling: SamplingContract = field(default_factory=SamplingContract)
+    seed: int | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Token ids out, each with the log-prob it was sampled with and the weight version that made its logits."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+class InferenceEngine(Protocol):
+    """Serves the policy (`docs/engine.md`). Weights change only between `pause` and `resume`, at a token boundary."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample a continuation. Raises `EngineError`."""
+        ...
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """log p(token | before) of tokens 1.. under the current weights, [L-1]; the probe after each publish."""
+        ...
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Pause, load `path`, label it `version`, resume; in-flight requests go on. Raises `EngineError` and stays paused."""
+        ...
+
+    async def close(self) -> None:
+        """Stop serving and end the engine's process."""
+        ...

@@ -1,0 +1,99 @@
+"""From a name to a plug-in class: a table of strings, then entry points, then `module:attr`. Imported late, in every process.
+
+Another package adds a name with an entry point in the group `sao.<kind>`, for example
+
+    [project.entry-points."sao.environment"]
+    my_env = "my_pkg.envs:MyEnv"
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from harness.errors import ConfigError
+
+Kind = Literal["environment", "agent", "sandbox", "evaluation"]
+
+BUILTIN: dict[Kind, dict[str, str]] = {
+    "environment": {"toy_repair": "environments.toy_repair.environment:ToyRepair"},
+    "agent": {"tool_loop": "agents.tool_loop:ToolLoop", "scripted": "agents.scripted:ScriptedAgent"},
+    "sandbox": {
+        "process": "harness.sandboxes.process:ProcessSandboxes",
+        "docker": "harness.sandboxes.docker:DockerSandboxes",
+        "memory": "harness.sandboxes.memory:MemorySandboxes",
+    },
+    "evaluation": {"heldout": "evals.heldout:evaluate"},
+}
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """A hint that names the closest valid name, or all of them."""
+    close = difflib.get_close_matches(name, valid, n=1)
+    return f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(sorted(valid))}"
+
+
+def load_object(path: str) -> Any:
+    """The object at `module:attr`. Raises `ConfigError` when either is missing."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"`{path}`: cannot import `{module_name}`: {error}", hint="install it, or correct the name"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ConfigError(f"`{path}`: `{module_name}` has no `{attribute}`", hint=nearest(attribute, dir(module)))
+    return getattr(module, attribute)
+
+
+def find(kind: Kind, name: str) -> Any:
+    """The plug-in class for a name, an entry point or `module:attr`."""
+    if ":" in name:
+        return load_object(name)
+    if name in BUILTIN[kind]:
+        return load_object(BUILTIN[kind][name])
+    known = {point.name: point for point in entry_points(group=f"sao.{kind}")}
+    if name in known:
+        return load_object(known[name].value)
+    raise ConfigError(f"{kind}.id = {name!r} is not known", hint=nearest(name, [*BUILTIN[kind], *known]))
+
+
+def plugin_config(kind: Kind, table: dict[str, Any]) -> tuple[Any, BaseModel]:
+    """The class named by `table["id"]` and its own validated configuration from the rest of the table."""
+    options = {key: value for key, value in table.items() if key != "id"}
+    cls = find(kind, str(table["id"]))
+    try:
+        return cls, cls.Config(**options)
+    except ValidationError as error:
+        raise config_error(error, cls.Config, prefix=kind) from None
+
+
+def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
+    """The first problem of a pydantic error as one line with field, value and next step."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in (*([prefix] if prefix else []), *first["loc"]))
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        names = _fields_at(model, first["loc"][:-1])
+        return ConfigError(f"`{path}` is not a setting{more}", hint=nearest(str(first["loc"][-1]), names))
+    if first["type"] == "missing":
+        return ConfigError(
+            f"`{path}` is missing{more}", hint="add it to the configuration file, or pass it as key=value"
+        )
+    return ConfigError(f"`{path}` = {first['input']!r}: {first['msg']}{more}", hint="correct the value")
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    current: Any = model
+    for part in loc:
+        annotation = current.model_fields[str(part)].annotation if str(part) in current.model_fields else None
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        current = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if current is None:
+            return []
+    return list(current.model_fields)

@@ -1,0 +1,257 @@
+"""The scheduler: keeps episodes in flight, as many as staleness allows, and books every one of them.
+
+Flows in: tasks, a `Stage`, the current policy version. Flows out: completed episodes in the ledger, in order of completion. It
+never waits for the trainer except through admission control (algorithm.md 4.5): running + queued <= (eta + 1) * batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.episode import Episode, Stage, run_episode
+from harness.errors import InfrastructureError, SandboxError
+from harness.ledger import Ledger
+from harness.task import Task, Termination
+
+
+def capacity(*, concurrency: int, running: int, eta: float, consumed: int, batch: int, accepted: int) -> int:
+    """How many episodes may start now (algorithm.md 4.5; consumed and accepted count since the start of training)."""
+    return min(concurrency - running, int((eta + consumed + 1) * batch) - (accepted + running))
+
+
+class TaskOrder:
+    """Shuffled epochs without replacement: the n-th draw is a pure function of (seed, n)."""
+
+    def __init__(self, size: int, seed: int, drawn: int = 0) -> None:
+        self._size, self._seed = size, seed
+        self.drawn = drawn
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __next__(self) -> int:
+        epoch, offset = divmod(self.drawn, self._size)
+        if epoch != self._epoch:
+            self._order = list(range(self._size))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        self.drawn += 1
+        return self._order[offset]
+
+
+@dataclass(slots=True)
+class Clock:
+    """The numbers that admission and records need; the loop moves them."""
+
+    version: int = 0
+    consumed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Scheduler limits: episodes in flight, staleness budget, batch size, tries per task."""
+
+    concurrency: int
+    eta: float
+    batch: int
+    attempts: int
+
+
+class Rollout:
+    """Runs training episodes in the background until stopped."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        tasks: Sequence[Task],
+        ledger: Ledger,
+        clock: Clock,
+        limits: Limits,
+        seed: int,
+        generation: int = 1,
+    ) -> None:
+        self._stage, self._tasks, self._ledger, self._clock, self._limits = stage, tasks, ledger, clock, limits
+        self._generation = generation
+        self._order = TaskOrder(len(tasks), seed, ledger.get("drawn", 0))
+        self._again: deque[tuple[int, int]] = deque(ledger.redo("train"))
+        self._running: set[asyncio.Task[None]] = set()
+        self._accepted = ledger.accepted()
+        self._changed = asyncio.Condition()
+        self._loop: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._lost = 0
+
+    @property
+    def running(self) -> int:
+        """Episodes in flight."""
+        return len(self._running)
+
+    def start(self) -> None:
+        """Begin to schedule."""
+        self._loop = asyncio.create_task(self._schedule(), name="rollout")
+
+    async def stop(self) -> None:
+        """Abort what runs; every aborted episode is booked as dropped."""
+        self._stopping = True
+        if self._loop is not None:
+            self._loop.cancel()
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, *([self._loop] if self._loop else []), return_exceptions=True)
+
+    async def moved(self) -> None:
+        """The clock moved: admit again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def wait_pending(self, count: int, timeout_s: float) -> None:
+        """Return when at least `count` episodes wait. Raises the scheduler's failure, or `InfrastructureError` after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self._failure is not None or len(self._ledger.pending()) >= count)
+        except TimeoutError:
+            raise InfrastructureError(
+                f"no batch of {count} episodes within {timeout_s:.0f} s",
+                hint="look at dropped episodes: `sao status RUN`",
+            ) from None
+        if self._failure is not None:
+            raise self._failure
+
+    async def _schedule(self) -> None:
+        try:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._capacity() > 0)
+                    for _ in range(self._capacity()):
+                        self._launch()
+        except Exception as error:
+            await self._fail(error)
+
+    def _capacity(self) -> int:
+        limits, clock = self._limits, self._clock
+        return capacity(
+            concurrency=limits.concurrency,
+            running=len(self._running),
+            eta=limits.eta,
+            consumed=clock.consumed,
+            batch=limits.batch,
+            accepted=self._accepted,
+        )
+
+    def _launch(self) -> None:
+        index, attempt = self._again.popleft() if self._again else (next(self._order), 0)
+        draw = self._order.drawn
+        self._ledger.put("drawn", draw)
+        episode_id = f"train-{self._generation}-{draw:07d}-{index}-{attempt + 1}"
+        task = self._tasks[index]
+        self._ledger.dispatch(episode_id, "train", task.id, index, attempt + 1, self._clock.version)
+        runner = asyncio.create_task(self._run(task, index, attempt + 1, episode_id))
+        self._running.add(runner)
+        runner.add_done_callback(self._running.discard)
+
+    async def _run(self, task: Task, index: int, attempt: int, episode_id: str) -> None:
+        booked = False
+        try:
+            episode = await run_episode(self._stage, task, episode_id)
+            await self._book(episode, index, attempt)
+            booked = True
+        except Exception as error:
+            await self._fail(error)
+        finally:
+            if not booked:
+                reason = "stopped" if self._stopping else "failed"
+                self._ledger.drop(episode_id, Termination.ABORTED, reason)
+            self._running.discard(asyncio.current_task())  # type: ignore[arg-type]
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _book(self, episode: Episode, index: int, attempt: int) -> None:
+        if episode.trainable:
+            await save(self._ledger, episode)
+            self._ledger.complete(episode, self._clock.version, "pending")
+            self._accepted += 1
+            self._lost = 0
+            return
+        self._ledger.drop(episode.id, episode.termination, episode.error or "the policy sampled nothing")
+        if episode.termination.policy_caused:
+            return
+        self._lost += 1
+        if self._lost >= 5 * self._limits.concurrency:
+            raise InfrastructureError(f"{self._lost} episodes in a row were lost; the last: {episode.error}")
+        if attempt < self._limits.attempts:
+            self._again.append((index, attempt))
+
+    async def drop_stale(self, episodes: list[str]) -> None:
+        """Waiting episodes that grew too old: drop them, count them out of admission, try their tasks again."""
+        for episode_id in episodes:
+            self._ledger.drop(episode_id, None, "too stale")
+            self._again.append(self._ledger.task_index(episode_id))
+        self._accepted -= len(episodes)
+        await self.moved()
+
+    async def _fail(self, error: BaseException) -> None:
+        async with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+
+async def save(ledger: Ledger, episode: Episode) -> None:
+    """Write an episode's trajectory files. A full disk is a `SandboxError`-like infrastructure failure with the next step."""
+
+    def write() -> None:
+        for trajectory in episode.trajectories:
+            trajectory.save(ledger.path(episode.id, trajectory.segment))
+
+    try:
+        await asyncio.to_thread(write)
+    except OSError as error:
+        raise SandboxError(
+            f"cannot write {ledger.trajectories}: {error.strerror}", hint="free disk space, then --resume"
+        ) from error
+
+
+async def collect(
+    stage: Stage,
+    tasks: Iterable[tuple[int, Task]],
+    ledger: Ledger,
+    purpose: str,
+    *,
+    version: int,
+    concurrency: int,
+    attempts: int,
+    generation: int = 1,
+    seed: int | None = None,
+    keep: bool = True,
+) -> list[Episode]:
+    """Play each task once with fixed weights (evaluation, value pre-training); infrastructure losses are retried.
+
+    `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated. Episodes are in task order;
+    a task lost in every try comes back with its last, rewardless episode.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def play(index: int, task: Task) -> Episode:
+        for attempt in range(1, attempts + 1):
+            async with gate:
+                episode_id = f"{purpose}-{generation}-{index:06d}-{attempt}"
+                ledger.dispatch(episode_id, purpose, task.id, index, attempt, version)
+                try:
+                    episode = await run_episode(stage, task, episode_id, None if seed is None else seed + 1_000 * index)
+                except BaseException:
+                    ledger.drop(episode_id, Termination.ABORTED, "stopped")
+                    raise
+                if episode.trainable:
+                    if keep:
+                        await save(ledger, episode)
+                    ledger.complete(episode, version, "pending" if keep else "evaluated")
+                    return episode
+                ledger.drop(episode_id, episode.termination, episode.error or "the policy sampled nothing")
+        return episode
+
+    async with asyncio.TaskGroup() as group:
+        played = [group.create_task(play(index, task)) for index, task in tasks]
+    return [task.result() for task in played]

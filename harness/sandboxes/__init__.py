@@ -1,0 +1,1 @@
+"""Where commands run: a process group on this machine, a container, or memory (tests)."""

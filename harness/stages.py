@@ -1,0 +1,174 @@
+"""What comes before RL, each a verb of its own: warm start by SFT, value pre-training, held-out evaluation.
+
+Flows in: a `Run`. Flows out: a model folder, a critic folder, numbers. Every stage is skipped on resume when its result exists.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from harness.chat import Chat
+from harness.engines.scripted import ScriptedEngine
+from harness.errors import ConfigError
+from harness.registry import find, load_object
+from harness.rollout import TaskOrder, collect
+from harness.run import Run, log
+
+
+async def warm_start(run: Run) -> Path:
+    """The policy's folder: the one configured, or the product of SFT with its gates. Raises `ConfigError` when a gate fails."""
+    settings = run.config.sft
+    if settings is None or (run.model / "model.safetensors").is_file():
+        return run.model
+    files = _tokenizer_files(run)
+    chat = Chat(files, run.config.model.stop)
+    paths = await _demonstrations(run, chat)
+    log.info("supervised warm start on %d demonstrations", len(paths))
+    await run.launch_learner()
+    scratch = dict(run.config.model.scratch or {})
+    scratch.pop("tokenizer", None)
+    scratch.setdefault("vocab_size", chat.tokenizer.get_vocab_size())
+    report = await run.learner.call(
+        "sft",
+        start={"path": run.config.model.path, "fields": scratch, "files": str(files)},
+        paths=[str(p) for p in paths],
+        settings=settings.model_dump(),
+        out=str(run.folder.path / "model"),
+        seed=run.config.seed,
+    )
+    run.model = run.folder.path / "model"
+    run.folder.write("sft.json", report)
+    log.info("warm start: %s", _short(report))
+    return run.model
+
+
+async def check_gate(run: Run) -> None:
+    """Ask the gate of `[sft]` whether the running policy has the skill. Raises `ConfigError` if not."""
+    settings = run.config.sft
+    if settings is None or settings.gate is None or run.ledger.get("gate") is not None:
+        return
+    facts = await load_object(settings.gate)(run.engine, run.chat, run.tasks("train"))
+    run.ledger.put("gate", facts)
+    log.info("gate passed: %s", _short(facts))
+
+
+def _tokenizer_files(run: Run) -> Path:
+    if run.config.model.path is not None:
+        return Path(run.config.model.path)
+    writer = (run.config.model.scratch or {}).get("tokenizer")
+    if writer is None:
+        raise ConfigError(
+            "`model.scratch.tokenizer` is missing", hint="name the function that writes the tokenizer files"
+        )
+    folder = run.folder.path / "model"
+    load_object(writer)(folder)
+    return folder
+
+
+async def _demonstrations(run: Run, chat: Chat) -> list[Path]:
+    settings = run.config.sft
+    assert settings is not None
+    if settings.run is not None:
+        paths = sorted((Path(settings.run) / "trajectories").glob("*.parquet"))
+        if not paths:
+            raise ConfigError(f"`sft.run` = {settings.run!r} has no trajectories", hint="give a run folder")
+        return paths
+    if settings.script is None:
+        raise ConfigError("`[sft]` names neither `script` nor `run`", hint="say where demonstrations come from")
+    engine = ScriptedEngine(chat, load_object(settings.script), run.config.seed)
+    stage = await run.demonstrator(engine, chat, settings.sandbox.table())
+    tasks = run.tasks("train")
+    order = TaskOrder(len(tasks), run.config.seed)
+    chosen = [next(order) for _ in range(settings.episodes)]
+    done = run.ledger.done("demonstration")
+    await collect(
+        stage,
+        [(i, tasks[i]) for i in chosen if i not in done],
+        run.ledger,
+        "demonstration",
+        version=0,
+        concurrency=run.config.rollout.concurrency,
+        attempts=run.config.rollout.max_attempts,
+        generation=run.generation,
+    )
+    paths = [run.ledger.path(p.id, s) for p in run.ledger.pending("demonstration") for s in range(p.segments)]
+    run.ledger.retire("demonstration")
+    return paths
+
+
+async def pretrain_value(run: Run) -> Path:
+    """The critic's folder: the one configured, the product of value pre-training, or (with neither) the policy itself."""
+    settings, given = run.config.value, run.config.critic.init
+    out = run.folder.path / "critic"
+    if given is not None or settings is None:
+        return run.model if given is None else Path(given)
+    if (out / "model.safetensors").is_file():
+        return out
+    tasks = run.tasks("train")
+    order = TaskOrder(len(tasks), run.config.seed + 1)
+    chosen = [next(order) for _ in range(settings.episodes)]
+    done = run.ledger.done("value")
+    await collect(
+        run.stage(),
+        [(i, tasks[i]) for i in chosen if i not in done],
+        run.ledger,
+        "value",
+        version=0,
+        concurrency=run.config.rollout.concurrency,
+        attempts=run.config.rollout.max_attempts,
+        generation=run.generation,
+    )
+    paths = [run.ledger.path(p.id, s) for p in run.ledger.pending("value") for s in range(p.segments)]
+    report = await run.learner.call(
+        "pretrain_value",
+        model=str(run.model),
+        paths=[str(p) for p in paths],
+        mean_reward=run.ledger.mean_reward("value"),
+        settings=settings.model_dump(),
+        out=str(out),
+        seed=run.config.seed,
+    )
+    run.ledger.retire("value")
+    run.folder.write("value.json", report)
+    log.info("value pre-training: held-out explained variance %s", report["value/ev"])
+    return out
+
+
+async def evaluate(run: Run, name: str) -> dict[str, Any]:
+    """Held-out evaluation of the engine's present weights, once per `name`."""
+    known = run.ledger.get(f"eval/{name}")
+    if known is not None or run.config.eval.tasks == 0:
+        return dict(known or {})
+    tasks = run.tasks("heldout")
+    count = min(run.config.eval.tasks, len(tasks))
+    episodes = await collect(
+        run.stage(),
+        [(i, tasks[i]) for i in range(count)],
+        run.ledger,
+        f"eval-{name}",
+        version=run.version,
+        concurrency=run.config.rollout.concurrency,
+        attempts=run.config.rollout.max_attempts,
+        generation=run.generation,
+        seed=run.config.seed,
+        keep=False,
+    )
+    result = find("evaluation", run.config.eval.id)(episodes)
+    result = dict(await result if inspect.isawaitable(result) else result)
+    run.ledger.put(f"eval/{name}", result)
+    log.info("held-out %s: %s", name, _short(result))
+    return result
+
+
+def export(source: Path, out: Path) -> None:
+    """Copy a model folder."""
+    shutil.copytree(source, out)
+
+
+def _short(facts: dict[str, Any]) -> str:
+    plain = {k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items() if not isinstance(v, (list, dict))}
+    return json.dumps(plain)

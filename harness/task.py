@@ -1,0 +1,80 @@
+"""A task, its limits and how an episode can end: plain data that every folder shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Split = Literal["train", "heldout"]
+
+
+class Termination(StrEnum):
+    """Why an episode ended (`docs/algorithm.md`, "How an episode can end")."""
+
+    FINISHED = "finished"
+    MAX_TURNS = "max_turns"
+    MAX_CONTEXT = "max_context"
+    MAX_TOKENS_PER_TURN = "max_tokens_per_turn"
+    WALL_CLOCK = "wall_clock"
+    SANDBOX_LOST = "sandbox_lost"
+    ENGINE_ERROR = "engine_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    VERIFIER_ERROR = "verifier_error"
+    ABORTED = "aborted"
+
+    @property
+    def policy_caused(self) -> bool:
+        """True if the episode keeps its reward and is trained; False if it is dropped and retried."""
+        return self in _POLICY_CAUSED
+
+
+_POLICY_CAUSED = frozenset(
+    {
+        Termination.FINISHED,
+        Termination.MAX_TURNS,
+        Termination.MAX_CONTEXT,
+        Termination.MAX_TOKENS_PER_TURN,
+        Termination.WALL_CLOCK,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one episode may use."""
+
+    max_turns: int = 50
+    """Model calls."""
+    max_context: int = 131_072
+    """Tokens of prompt, actions and observations together."""
+    max_tokens_per_turn: int = 8_192
+    """Sampled tokens of one model call; a longer answer ends the episode."""
+    wall_s: float = 3_600.0
+    """Seconds for the whole episode."""
+    command_s: float = 60.0
+    """Seconds for one command in the sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem.
+
+    `id` is stable and unique within its environment; `messages` is the opening of the conversation (chat format);
+    `data` belongs to the environment (files, tests, image name) and is never shown to the agent as such.
+    """
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    data: dict[str, Any] = field(default_factory=dict)
+    image: str | None = None
+    """Container image, for sandboxes that use one; None takes the sandbox's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A verdict: `reward` in the environment's units, optional rewards of single turns, and facts for the record."""
+
+    reward: float
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,60 @@
+"""Trainer checkpoints: models, optimizers and counters with torch's distributed checkpoint, resumable on another rank count.
+
+Flows in: the learners. Flows out: a folder that appears whole or not at all. What waits in the ledger is not here: the ledger
+records which batch a checkpoint covers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+
+from trainer.optimizer import Optimizer
+from trainer.step import Learners
+
+
+def _state(learners: Learners) -> dict[str, Any]:
+    pairs = (
+        ("policy", learners.policy, learners.policy_optimizer),
+        ("critic", learners.critic, learners.critic_optimizer),
+    )
+    return {
+        name: {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer.adamw),
+            "steps": optimizer.steps,
+        }
+        for name, model, optimizer in pairs
+    }
+
+
+def save(learners: Learners, folder: Path) -> None:
+    """Write atomically. A collective."""
+    part = folder.with_name(folder.name + ".part")
+    if dist.get_rank() == 0 and part.exists():
+        shutil.rmtree(part)
+    dist.barrier()
+    dcp.save(_state(learners), checkpoint_id=part)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.replace(part, folder)
+
+
+def load(learners: Learners, folder: Path) -> None:
+    """Restore in place. A collective."""
+    state = _state(learners)
+    dcp.load(state, checkpoint_id=folder)
+    restore: list[tuple[str, Any, Optimizer]] = [
+        ("policy", learners.policy, learners.policy_optimizer),
+        ("critic", learners.critic, learners.critic_optimizer),
+    ]
+    for name, model, optimizer in restore:
+        entry = state[name]
+        set_state_dict(model, optimizer.adamw, model_state_dict=entry["model"], optim_state_dict=entry["optimizer"])
+        optimizer.steps = entry["steps"]

@@ -1,0 +1,1 @@
+"""Policy and value losses, one file each, pure functions of typed inputs."""

@@ -1,0 +1,120 @@
+"""Weights by their public names: out of a (sharded) model, into a model, to and from files.
+
+Experts leave as `experts.E.{gate,up,down}_proj.weight`, the names every engine and every transformers version reads; inside the
+model they are fused. Files are safetensors with a sha256 beside the name, written atomically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from harness.errors import ConfigError
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def export(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of every parameter. A collective: every rank must iterate, in step."""
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        tensor = parameter.detach().to(dtype)
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        base, _, last = name.rpartition(".")
+        if base.endswith(".experts") and last == "gate_up_proj":
+            half = full.shape[1] // 2
+            for expert in range(full.shape[0]):
+                yield f"{base}.{expert}.gate_proj.weight", full[expert, :half]
+                yield f"{base}.{expert}.up_proj.weight", full[expert, half:]
+        elif base.endswith(".experts") and last == "down_proj":
+            for expert in range(full.shape[0]):
+                yield f"{base}.{expert}.down_proj.weight", full[expert]
+        else:
+            yield name, full
+
+
+@torch.no_grad()
+def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy named tensors into an unsharded model in place. Raises `ConfigError` unless every parameter is covered exactly."""
+    parameters = dict(model.named_parameters(remove_duplicate=True))
+    elements = {name: 0 for name in parameters}
+    for name, tensor in tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if match and f"{match[1]}.down_proj" in parameters:
+            expert = int(match[2])
+            target = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
+            view = parameters[target][expert]
+            if match[3] != "down":
+                half = view.shape[0] // 2
+                view = view[:half] if match[3] == "gate" else view[half:]
+        elif name in parameters:
+            target, view = name, parameters[name]
+        elif name.endswith("lm_head.weight"):
+            continue  # tied to the embedding
+        else:
+            raise ConfigError(f"the checkpoint has `{name}`, which this model lacks", hint="check config.json")
+        if view.shape != tensor.shape:
+            raise ConfigError(
+                f"`{name}` has shape {tuple(tensor.shape)}, the model {tuple(view.shape)}", hint="check config.json"
+            )
+        view.copy_(tensor)
+        elements[target] += tensor.numel()
+    missing = [name for name, n in elements.items() if n != parameters[name].numel()]
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {missing[:3]} and {len(missing[3:])} more", hint="check model.path")
+
+
+def read_file(path: Path, digest: str | None = None) -> dict[str, Tensor]:
+    """All tensors of a file; with `digest`, refuses a file whose sha256 differs."""
+    if digest is not None and (found := sha256(path)) != digest:
+        raise ConfigError(
+            f"{path}: sha256 is {found[:12]}, not {digest[:12]}", hint="the file is damaged or not complete"
+        )
+    with safe_open(str(path), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def load_folder(model: nn.Module, folder: Path, prefix: str = "") -> None:
+    """Load `model.safetensors`; with `prefix`, only the names below it, without it."""
+    tensors = read_file(folder / "model.safetensors")
+    load_tensors(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+
+
+def write_file(tensors: dict[str, Tensor], path: Path) -> str:
+    """Write atomically; the file's sha256."""
+    part = path.with_suffix(".part")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(part), metadata={"format": "pt"})
+    os.replace(part, path)
+    return sha256(path)
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def optimizer_groups(
+    model: nn.Module, lr: float, weight_decay: float, head_lr_mult: float = 1.0
+) -> list[dict[str, Any]]:
+    """AdamW groups of the trainable parameters: no decay on vectors and heads, the value head's own learning rate."""
+    decay, plain, head = [], [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        (head if "v_head" in name else decay if parameter.ndim > 1 else plain).append(parameter)
+    groups = [
+        {"params": decay, "lr": lr, "weight_decay": weight_decay},
+        {"params": plain, "lr": lr, "weight_decay": 0.0},
+        {"params": head, "lr": lr * head_lr_mult, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
