@@ -27,9 +27,7 @@ class ScriptedAgent:
     def __init__(self, config: ScriptedAgentConfig) -> None:
         self.config = config
 
-    async def run(
-        self, task: Task, live: LiveTask, sandbox: Sandbox, session: ChatSession, limits: Limits
-    ) -> Termination:
+    async def run(self, task: Task, live: LiveTask, sandbox: Sandbox, session: ChatSession, limits: Limits) -> Termination:
         """Play the list; finished when a tool says so, out of turns otherwise."""
         messages: list[Message] = list(task.messages)
         for number, (name, arguments) in enumerate(self.config.calls[: limits.max_turns]):

@@ -1,7 +1,7 @@
 """The smallest agent: call the model, run the native tools it asks for, until one says the task is done.
 
-A call that is not JSON, names no tool or does not match the tool's schema is answered with an error the model can read; it counts
-as a turn.
+A call that is not JSON, names no tool or does not match the tool's schema is answered with an error the model can read; it
+counts as a turn.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class ToolLoop:
     def __init__(self, config: ToolLoopConfig) -> None:
         self.config = config
 
-    async def run(
-        self, task: Task, live: LiveTask, sandbox: Sandbox, session: ChatSession, limits: Limits
-    ) -> Termination:
+    async def run(self, task: Task, live: LiveTask, sandbox: Sandbox, session: ChatSession, limits: Limits) -> Termination:
         """Play one episode with the environment's tools."""
         messages: list[Message] = list(task.messages)
         schemas = [tool.schema() for tool in live.tools]

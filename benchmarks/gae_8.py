@@ -1,9 +1,9 @@
 """GAE plus global whitening at 8 x 131,072 tokens: ours, packed, against the per-position loop, padded.
 
 The loop is verl's algorithm, written here from its description: walk back over the padded positions and carry
-(next value, last advantage) unchanged over observation tokens, then whiten over the mask. Both are timed in this process, on one
-thread, in process CPU time (wall time on a shared machine measures the neighbours); ours is the best of several runs, the loop
-runs once. `max_error` is ours against a float64 reference, over advantages and whitened advantages.
+(next value, last advantage) unchanged over observation tokens, then whiten over the mask. Both are timed in this process, on
+one thread, in process CPU time (wall time on a shared machine measures the neighbours); ours is the best of several runs,
+the loop runs once. `max_error` is ours against a float64 reference, over advantages and whitened advantages.
 
     python -m benchmarks.gae_8
 """

@@ -1,7 +1,7 @@
 """The held-out number of a training run: success with its 95 % interval.
 
-Flows in: judged episodes. Flows out: `success`, `low`, `high`, `n` and `missing`. Episodes lost to infrastructure are missing, never
-failures.
+Flows in: judged episodes. Flows out: `success`, `low`, `high`, `n` and `missing`. Episodes lost to infrastructure are
+missing, never failures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages to tokens and back, with the model's own tokenizer and chat template.
 
-Flows in: a model folder (tokenizer.json, chat_template.jinja). Flows out: token ids of an opening conversation, token ids of the
-messages that follow a sampled turn, and the parsed reply of sampled tokens. Nothing is ever re-tokenised that was sampled.
+Flows in: a model folder (tokenizer.json, chat_template.jinja). Flows out: token ids of an opening conversation, token ids of
+the messages that follow a sampled turn, and the parsed reply of sampled tokens. Nothing is ever re-tokenised that was sampled.
 """
 
 from __future__ import annotations
@@ -44,21 +44,15 @@ class Chat:
     def _single_token(self, text: str) -> int:
         token = self.tokenizer.token_to_id(text)
         if token is None:
-            raise ConfigError(
-                f"`model.stop`: {text!r} is not a token of this tokenizer", hint="name a token of tokenizer.json"
-            )
+            raise ConfigError(f"`model.stop`: {text!r} is not a token of this tokenizer", hint="name a token of tokenizer.json")
         return int(token)
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, prompt: bool) -> str:
         """The template's text, with the generation prompt if `prompt`. Raises `ConfigError` where the template refuses."""
         try:
-            return self._template.render(
-                messages=list(messages), tools=list(tools) or None, add_generation_prompt=prompt
-            )
+            return self._template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=prompt)
         except TemplateError as error:
-            raise ConfigError(
-                f"the chat template refuses the conversation: {error}", hint="check roles and order"
-            ) from error
+            raise ConfigError(f"the chat template refuses the conversation: {error}", hint="check roles and order") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text that contains its own special tokens."""
@@ -72,9 +66,7 @@ class Chat:
         """Tokens of the first request, generation prompt included."""
         return self.encode(self.render(messages, tools, prompt=True))
 
-    def continuation(
-        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> list[int]:
+    def continuation(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens that follow a sampled turn's stop token: the rest of that turn, `new`, and the next generation prompt.
 
         `before` is the conversation up to and without that turn. The turn itself is rendered as a marker whose tokens are
@@ -83,9 +75,7 @@ class Chat:
         text = self.render([*before, {"role": "assistant", "content": _ANSWER}, *new], tools, prompt=True)
         head, marker, rest = text.rpartition(_ANSWER)
         if not marker:
-            raise ConfigError(
-                "the chat template drops the last assistant turn", hint="use a template that keeps history"
-            )
+            raise ConfigError("the chat template drops the last assistant turn", hint="use a template that keeps history")
         for stop in self.stop_strings:
             if rest.startswith(stop):
                 return self.encode(rest[len(stop) :])

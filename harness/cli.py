@@ -1,4 +1,6 @@
-"""The `sao` command: verbs, one clear message for whatever a user can cause, exit code 0 / 1 (failed) / 2 (bad input) / 130 (stopped)."""
+"""The `sao` command: verbs, one clear message for whatever a user can cause, exit code 0 / 1 (failed) / 2 (bad input) / 130
+(stopped).
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = add(name, verb, text)
         sub.add_argument("config", nargs="?", help="a TOML file")
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="for example rollout.concurrency=32")
-        sub.add_argument(
-            "--dry-run", action="store_true", help="validate, print the resolved configuration, start nothing"
-        )
+        sub.add_argument("--dry-run", action="store_true", help="validate, print the resolved configuration, start nothing")
         if name == "train":
             sub.add_argument("--resume", metavar="RUN", help="go on with a run folder")
     status = add("status", _status, "Episodes of a run by outcome, and why any were dropped.")
@@ -89,9 +89,7 @@ def _open(args: argparse.Namespace, name: str) -> tuple[RunDir, Config, bool] | 
     resume = getattr(args, "resume", None)
     if resume is not None:
         if args.config is not None:
-            raise ConfigError(
-                f"--resume takes its configuration from the run, not {args.config!r}", hint="drop the argument"
-            )
+            raise ConfigError(f"--resume takes its configuration from the run, not {args.config!r}", hint="drop the argument")
         folder, config = RunDir.resume(Path(resume))
         return folder, config, True
     config = _load(args)
@@ -199,9 +197,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
             print(
                 f"held-out success {name}: {r['success']:.3f}  (95 % interval {r['low']:.3f} to {r['high']:.3f}, n = {r['n']})"
             )
-    print(
-        f"{summary['wall_s']:.0f} s, policy version {summary['policy_version']}, episodes {json.dumps(summary['episodes'])}"
-    )
+    print(f"{summary['wall_s']:.0f} s, policy version {summary['policy_version']}, episodes {json.dumps(summary['episodes'])}")
     print(f"run: {summary['run']}")
 
 

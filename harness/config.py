@@ -228,19 +228,13 @@ class Config(Section):
         for kind in ("environment", "agent", "sandbox"):
             plugin_config(kind, getattr(self, kind).table())
         if (self.model.path is None) == (self.model.scratch is None):
-            raise ConfigError(
-                "exactly one of `model.path` and `model.scratch` must be given", hint="set model.path=FOLDER"
-            )
+            raise ConfigError("exactly one of `model.path` and `model.scratch` must be given", hint="set model.path=FOLDER")
         if self.model.path is not None:
             for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
                 if not (Path(self.model.path) / name).is_file():
-                    raise ConfigError(
-                        f"`model.path` = {self.model.path!r}: there is no {name}", hint="give a model folder"
-                    )
+                    raise ConfigError(f"`model.path` = {self.model.path!r}: there is no {name}", hint="give a model folder")
         elif self.sft is None:
-            raise ConfigError(
-                "`model.scratch` without `[sft]`: RL cannot start from random weights", hint="add an [sft] table"
-            )
+            raise ConfigError("`model.scratch` without `[sft]`: RL cannot start from random weights", hint="add an [sft] table")
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

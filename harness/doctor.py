@@ -49,9 +49,7 @@ def _checks() -> list[tuple[str, bool, str, bool]]:
     rows.append(("bash", shutil.which("bash") is not None, shutil.which("bash") or "missing: install bash", True))
     rows.append(("processors", True, f"{os.cpu_count()}", True))
     free = shutil.disk_usage(".").free / 2**30
-    rows.append(
-        ("disk", free > 2, f"{free:.0f} GiB free here" + ("" if free > 2 else "; the quickstart wants 2"), True)
-    )
+    rows.append(("disk", free > 2, f"{free:.0f} GiB free here" + ("" if free > 2 else "; the quickstart wants 2"), True))
     for name, (good, text) in {"docker": _docker(), "gpu": _gpu(), "compiler": _compiler()}.items():
         rows.append((name, good, text, False))
     return rows

@@ -1,7 +1,8 @@
 """One episode: sandbox, environment, agent, verdict. A bad episode is a result, never an exception.
 
-Flows in: a task and the plug-ins. Flows out: an `Episode` with its trajectories, why it ended, and who caused it: what the policy
-can cause keeps its reward, what it cannot (lost sandbox, dead engine, crashed grader) has none and is retried by the scheduler.
+Flows in: a task and the plug-ins. Flows out: an `Episode` with its trajectories, why it ended, and who caused it: what the
+policy can cause keeps its reward, what it cannot (lost sandbox, dead engine, crashed grader) has none and is retried by the
+scheduler.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | Non
             await asyncio.shield(sandbox.close())
     info = {"termination": termination.value, "wall_s": round(time.monotonic() - start, 4), **score.info}
     trajectories = tuple(
-        t.judged(score.reward, score.turn_rewards if t.segment == 0 else None)
-        for t in session.trajectories(task.id, info)
+        t.judged(score.reward, score.turn_rewards if t.segment == 0 else None) for t in session.trajectories(task.id, info)
     )
     return Episode(episode_id, task.id, termination, trajectories, score.reward, info=info)
 
@@ -98,7 +98,7 @@ async def _act(stage: Stage, task: Task, live: Any, sandbox: Sandbox, session: T
 
 
 def _chain(error: BaseException) -> str:
-    lines = []
+    lines: list[str] = []
     current: BaseException | None = error
     while current is not None and len(lines) < 5:
         lines.append(f"{type(current).__name__}: {current}")

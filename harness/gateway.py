@@ -1,7 +1,7 @@
 """OpenAI-compatible HTTP in front of token sessions, one base URL and secret per episode, for agents in other processes.
 
-Flows in: `POST {url}/chat/completions`. Flows out: a chat completion. It holds no tokens and makes no decision: the session does.
-Wrong secrets, oversized or malformed bodies and finished episodes get one clear error each.
+Flows in: `POST {url}/chat/completions`. Flows out: a chat completion. It holds no tokens and makes no decision: the session
+does. Wrong secrets, oversized or malformed bodies and finished episodes get one clear error each.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class Learner:
         learner = cls(process, log)
         waiter = asyncio.ensure_future(process.wait())
         try:
-            await asyncio.wait({waiter, connected}, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {waiter, connected}
+            await asyncio.wait(either, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
             if not connected.done():
                 raise LearnerError(f"the trainer did not start:\n{processes.tail(log)}", hint=f"see {log}")
             learner._reader, learner._writer = connected.result()
@@ -95,9 +96,7 @@ class Learner:
                 self.busy_s += asyncio.get_running_loop().time() - start
         if not line:
             self._broken = True
-            raise LearnerError(
-                f"the trainer died in `{command}`:\n{processes.tail(self._log)}", hint=f"see {self._log}"
-            )
+            raise LearnerError(f"the trainer died in `{command}`:\n{processes.tail(self._log)}", hint=f"see {self._log}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             kind = ConfigError if answer.get("user") else LearnerError

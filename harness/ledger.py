@@ -1,7 +1,7 @@
 """The exactly-once book of a run: every dispatched episode, its one outcome, and which batch consumed it.
 
-Flows in: dispatches, finished episodes, batches, checkpoints. Flows out: the next batch in order of completion, counts that close.
-SQLite in WAL mode plus one parquet file per trajectory; a crash at any point leaves a book that `recover` can close.
+Flows in: dispatches, finished episodes, batches, checkpoints. Flows out: the next batch in order of completion, counts that
+close. SQLite in WAL mode plus one parquet file per trajectory; a crash at any point leaves a book that `recover` can close.
 
     running ──▶ pending ──▶ trained      (in a batch that a checkpoint covers, or in the running process)
        │           └──────▶ dropped      too stale, or sampled with weights that a crash lost
@@ -68,9 +68,7 @@ class Ledger:
         """Where a trajectory is stored."""
         return self.trajectories / f"{episode_id}.{segment}.parquet"
 
-    def dispatch(
-        self, episode_id: str, purpose: str, task_id: str, task_index: int, attempt: int, version: int
-    ) -> None:
+    def dispatch(self, episode_id: str, purpose: str, task_id: str, task_index: int, attempt: int, version: int) -> None:
         """An episode starts."""
         self._db.execute(
             "INSERT INTO episodes (id, purpose, task_id, task_index, attempt, status, submit_version, submitted_s) "
@@ -81,9 +79,7 @@ class Ledger:
     def complete(self, episode: Episode, version: int, status: str) -> None:
         """A judged episode; its trajectory files are already written. `status` is `pending` or `evaluated`."""
         self._position += 1
-        versions = [
-            int(v) for t in episode.trajectories for v in (t.policy_versions[t.loss_mask].min(initial=2**31 - 1),)
-        ]
+        versions = [int(v) for t in episode.trajectories for v in (t.policy_versions[t.loss_mask].min(initial=2**31 - 1),)]
         highest = [int(t.policy_versions.max(initial=-1)) for t in episode.trajectories]
         self._finish(
             episode.id,
@@ -158,7 +154,8 @@ class Ledger:
                 (now,),
             ).rowcount
             back = self._db.execute(
-                "UPDATE episodes SET status = 'pending', batch = NULL WHERE status = 'trained' AND purpose = 'train' AND batch > ?",
+                "UPDATE episodes SET status = 'pending', batch = NULL "
+                "WHERE status = 'trained' AND purpose = 'train' AND batch > ?",
                 (batches,),
             ).rowcount
             self._db.execute("DELETE FROM batches WHERE number > ?", (batches,))

@@ -1,5 +1,5 @@
-"""The training loop, as a story: episodes run all the time; each full batch moves the critic and the policy; new weights go back
-into the engine while other episodes are still running.
+"""The training loop, as a story: episodes run all the time; each full batch moves the critic and the policy; new weights go
+back into the engine while other episodes are still running.
 
 Flows in: an opened `Run`. Flows out: a summary; on the way the ledger, metrics and checkpoints. Only weights go back.
 """

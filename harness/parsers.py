@@ -1,4 +1,6 @@
-"""Tool calls out of sampled text. A malformed call stays a call, so that the agent answers it with an error the model can read."""
+"""Tool calls out of sampled text. A malformed call stays a call, so that the agent answers it with an error the model can
+read.
+"""
 
 from __future__ import annotations
 

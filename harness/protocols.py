@@ -1,6 +1,7 @@
 """The plug-in points: what an environment, an agent, a sandbox and an engine must offer. Read this after `trajectory.py`.
 
-Every plug-in is a class with a nested pydantic `Config`, found by `harness.registry` under a name, an entry point or `module:attr`.
+Every plug-in is a class with a nested pydantic `Config`, found by `harness.registry` under a name, an entry point or
+`module:attr`.
 """
 
 from __future__ import annotations
@@ -170,9 +171,7 @@ class Agent(Protocol):
 
     Config: type[BaseModel]
 
-    async def run(
-        self, task: Task, live: LiveTask, sandbox: Sandbox, session: ChatSession, limits: Limits
-    ) -> Termination:
+    async def run(self, task: Task, live: LiveTask, sandbox: Sandbox, session: ChatSession, limits: Limits) -> Termination:
         """Play one episode and say why it ended. `EpisodeEnd` and `InfrastructureError` pass through."""
         ...
 

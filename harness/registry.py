@@ -82,9 +82,7 @@ def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "
         names = _fields_at(model, first["loc"][:-1])
         return ConfigError(f"`{path}` is not a setting{more}", hint=nearest(str(first["loc"][-1]), names))
     if first["type"] == "missing":
-        return ConfigError(
-            f"`{path}` is missing{more}", hint="add it to the configuration file, or pass it as key=value"
-        )
+        return ConfigError(f"`{path}` is missing{more}", hint="add it to the configuration file, or pass it as key=value")
     return ConfigError(f"`{path}` = {first['input']!r}: {first['msg']}{more}", hint="correct the value")
 
 

@@ -18,6 +18,10 @@ from harness.ledger import Ledger
 from harness.task import Task, Termination
 
 
+LOST_IN_A_ROW = 5
+"""Episodes per slot that infrastructure may lose without one success before the run stops."""
+
+
 def capacity(*, concurrency: int, running: int, eta: float, consumed: int, batch: int, accepted: int) -> int:
     """How many episodes may start now (algorithm.md 4.5; consumed and accepted count since the start of training)."""
     return min(concurrency - running, int((eta + consumed + 1) * batch) - (accepted + running))
@@ -77,7 +81,7 @@ class Rollout:
         self._generation = generation
         self._order = TaskOrder(len(tasks), seed, ledger.get("drawn", 0))
         self._again: deque[tuple[int, int]] = deque(ledger.redo("train"))
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], str] = {}
         self._accepted = ledger.accepted()
         self._changed = asyncio.Condition()
         self._loop: asyncio.Task[None] | None = None
@@ -102,6 +106,9 @@ class Rollout:
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, *([self._loop] if self._loop else []), return_exceptions=True)
+        for episode_id in self._running.values():  # cancelled before their first step
+            self._ledger.drop(episode_id, Termination.ABORTED, "stopped")
+        self._running.clear()
 
     async def moved(self) -> None:
         """The clock moved: admit again."""
@@ -109,7 +116,9 @@ class Rollout:
             self._changed.notify_all()
 
     async def wait_pending(self, count: int, timeout_s: float) -> None:
-        """Return when at least `count` episodes wait. Raises the scheduler's failure, or `InfrastructureError` after `timeout_s`."""
+        """Return when at least `count` episodes wait. Raises the scheduler's failure, or `InfrastructureError` after
+        `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self._failure is not None or len(self._ledger.pending()) >= count)
@@ -128,7 +137,7 @@ class Rollout:
                     await self._changed.wait_for(lambda: self._capacity() > 0)
                     for _ in range(self._capacity()):
                         self._launch()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the loop raises it out of `wait_pending`
             await self._fail(error)
 
     def _capacity(self) -> int:
@@ -149,41 +158,47 @@ class Rollout:
         episode_id = f"train-{self._generation}-{draw:07d}-{index}-{attempt + 1}"
         task = self._tasks[index]
         self._ledger.dispatch(episode_id, "train", task.id, index, attempt + 1, self._clock.version)
-        runner = asyncio.create_task(self._run(task, index, attempt + 1, episode_id))
-        self._running.add(runner)
-        runner.add_done_callback(self._running.discard)
+        self._running[asyncio.create_task(self._run(task, index, attempt + 1, episode_id))] = episode_id
 
     async def _run(self, task: Task, index: int, attempt: int, episode_id: str) -> None:
+        runner = asyncio.current_task()
+        assert runner is not None
         booked = False
         try:
             episode = await run_episode(self._stage, task, episode_id)
-            await self._book(episode, index, attempt)
+            failure = await self._book(episode, index, attempt)
             booked = True
-        except Exception as error:
+            if failure is not None:
+                raise failure
+        except Exception as error:  # noqa: BLE001 - the loop raises it out of `wait_pending`
             await self._fail(error)
         finally:
             if not booked:
                 reason = "stopped" if self._stopping else "failed"
                 self._ledger.drop(episode_id, Termination.ABORTED, reason)
-            self._running.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._running.pop(runner)
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _book(self, episode: Episode, index: int, attempt: int) -> None:
+    async def _book(self, episode: Episode, index: int, attempt: int) -> InfrastructureError | None:
+        """Write one outcome; the error that stops the run when nothing but infrastructure losses come in."""
         if episode.trainable:
             await save(self._ledger, episode)
             self._ledger.complete(episode, self._clock.version, "pending")
             self._accepted += 1
             self._lost = 0
-            return
+            return None
         self._ledger.drop(episode.id, episode.termination, episode.error or "the policy sampled nothing")
         if episode.termination.policy_caused:
-            return
-        self._lost += 1
-        if self._lost >= 5 * self._limits.concurrency:
-            raise InfrastructureError(f"{self._lost} episodes in a row were lost; the last: {episode.error}")
+            return None
         if attempt < self._limits.attempts:
             self._again.append((index, attempt))
+        self._lost += 1
+        if self._lost < LOST_IN_A_ROW * self._limits.concurrency:
+            return None
+        return InfrastructureError(
+            f"{self._lost} episodes in a row were lost; the last: {episode.error}", hint="mend the cause, then --resume"
+        )
 
     async def drop_stale(self, episodes: list[str]) -> None:
         """Waiting episodes that grew too old: drop them, count them out of admission, try their tasks again."""
@@ -229,8 +244,8 @@ async def collect(
 ) -> list[Episode]:
     """Play each task once with fixed weights (evaluation, value pre-training); infrastructure losses are retried.
 
-    `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated. Episodes are in task order;
-    a task lost in every try comes back with its last, rewardless episode.
+    `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated. Episodes are in task
+    order; a task lost in every try comes back with its last, rewardless episode.
     """
     gate = asyncio.Semaphore(concurrency)
 

@@ -1,7 +1,7 @@
 """A run's services: folder, ledger, chat, plug-ins, engine and trainer, opened and closed together.
 
-Flows in: a `Config` (or a folder to resume). Flows out: a `Run` that the stages and the loop use. Closing ends every process and
-sandbox that the run started, whatever happened.
+Flows in: a `Config` (or a folder to resume). Flows out: a `Run` that the stages and the loop use. Closing ends every process
+and sandbox that the run started, whatever happened.
 """
 
 from __future__ import annotations

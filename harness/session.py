@@ -1,8 +1,9 @@
 """The token session: chat messages in, a reply out, and every token of it recorded exactly. The only writer of trajectories.
 
 The first request renders the model's template. Every later one must extend what was seen; of it only the new messages are
-rendered, behind the tokens that were really sampled. The agent's echo of the assistant turns is ignored: what the policy said is
-known in tokens. A request that does not extend the past (rewritten history) starts a new segment, whose prompt is an observation.
+rendered, behind the tokens that were really sampled. The agent's echo of the assistant turns is ignored: what the policy
+said is known in tokens. A request that does not extend the past (rewritten history) starts a new segment, whose prompt is an
+observation.
 """
 
 from __future__ import annotations
@@ -111,9 +112,7 @@ class TokenSession:
     def trajectories(self, task_id: str, info: dict[str, Any]) -> tuple[Trajectory, ...]:
         """The segments so far, each with at least one action token, as trajectories without reward."""
         facts = {**info, "sampling": sampling_hash(self._sampling)}
-        return tuple(
-            s.builder.build(self._episode_id, task_id, segment=i, info=facts) for i, s in enumerate(self._segments)
-        )
+        return tuple(s.builder.build(self._episode_id, task_id, segment=i, info=facts) for i, s in enumerate(self._segments))
 
 
 def _extends(request: list[Message], tools: list[dict[str, Any]], segment: Segment) -> bool:

@@ -61,9 +61,7 @@ def _tokenizer_files(run: Run) -> Path:
         return Path(run.config.model.path)
     writer = (run.config.model.scratch or {}).get("tokenizer")
     if writer is None:
-        raise ConfigError(
-            "`model.scratch.tokenizer` is missing", hint="name the function that writes the tokenizer files"
-        )
+        raise ConfigError("`model.scratch.tokenizer` is missing", hint="name the function that writes the tokenizer files")
     folder = run.folder.path / "model"
     load_object(writer)(folder)
     return folder

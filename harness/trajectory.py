@@ -74,9 +74,7 @@ class Trajectory:
         n = len(self.tokens)
         for name in ("turn_ids", "rollout_logprobs", "policy_versions"):
             if getattr(self, name).shape != (n,):
-                raise InvariantError(
-                    f"trajectory {self.episode_id}: {name} has shape {getattr(self, name).shape}, not ({n},)"
-                )
+                raise InvariantError(f"trajectory {self.episode_id}: {name} has shape {getattr(self, name).shape}, not ({n},)")
         mask = self.loss_mask
         if not np.isfinite(self.rollout_logprobs[mask]).all():
             raise InvariantError(f"trajectory {self.episode_id}: an action token has no finite rollout_logprob")
@@ -86,6 +84,10 @@ class Trajectory:
             raise InvariantError(f"trajectory {self.episode_id}: an action token has no policy_version")
         if not np.isnan(self.rollout_logprobs[~mask]).all() or (self.policy_versions[~mask] != -1).any():
             raise InvariantError(f"trajectory {self.episode_id}: an observation token has a log-prob or a version")
+        if (self.turn_ids[~mask] != -1).any():
+            raise InvariantError(f"trajectory {self.episode_id}: an observation token has a turn other than -1")
+        if not np.isfinite([self.reward or 0.0, *self.turn_rewards.values()]).all():
+            raise InvariantError(f"trajectory {self.episode_id}: a reward is not finite")
         turns = self.turn_ids[mask]
         if turns.size and (turns[0] != 0 or not np.isin(np.diff(turns), (0, 1)).all()):
             raise InvariantError(f"trajectory {self.episode_id}: turns do not count up from 0: {np.unique(turns)[:8]}")
@@ -169,11 +171,16 @@ class Trajectory:
     @classmethod
     def load(cls, path: Path) -> Trajectory:
         """Read a file written by `save`. Raises `InvariantError` if it is not one."""
-        table = pq.read_table(path, partitioning=None)
+        try:
+            table = pq.read_table(path, partitioning=None)
+        except pa.ArrowInvalid as error:
+            raise InvariantError(f"{path} is not a trajectory file: {error}") from error
         raw = (table.schema.metadata or {}).get(b"trajectory")
         if raw is None:
             raise InvariantError(f"{path} is not a trajectory file")
         header = json.loads(raw)
+        if header["format"] != FORMAT:
+            raise InvariantError(f"{path} has format {header['format']}, not {FORMAT}")
         return cls(
             episode_id=header["episode_id"],
             task_id=header["task_id"],

@@ -1,4 +1,5 @@
-"""The attention of packed sequences, registered with transformers under the name `sao`, for training and for the embedded engine.
+"""The attention of packed sequences, registered with transformers under the name `sao`, for training and for the embedded
+engine.
 
 Flows in: queries, keys and values of N packed tokens [1, heads, N, head_dim] and, as keyword arguments of the model's forward,
 either `cu_seqlens` (training: B+1 Python ints) or `kv` (generation: a `KVSlots`). No mask is ever built; sequences cannot see

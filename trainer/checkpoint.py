@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as read_state
+from torch.distributed.checkpoint.state_dict_saver import save as write_state
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 
 from trainer.optimizer import Optimizer
@@ -40,7 +41,7 @@ def save(learners: Learners, folder: Path) -> None:
     if dist.get_rank() == 0 and part.exists():
         shutil.rmtree(part)
     dist.barrier()
-    dcp.save(_state(learners), checkpoint_id=part)
+    write_state(_state(learners), checkpoint_id=part)
     dist.barrier()
     if dist.get_rank() == 0:
         os.replace(part, folder)
@@ -49,7 +50,7 @@ def save(learners: Learners, folder: Path) -> None:
 def load(learners: Learners, folder: Path) -> None:
     """Restore in place. A collective."""
     state = _state(learners)
-    dcp.load(state, checkpoint_id=folder)
+    read_state(state, checkpoint_id=folder)
     restore: list[tuple[str, Any, Optimizer]] = [
         ("policy", learners.policy, learners.policy_optimizer),
         ("critic", learners.critic, learners.critic_optimizer),

@@ -1,7 +1,7 @@
 """Which parameters of the critic train: SAO (arXiv 2607.07508, section 3) freezes its attention and trains the MLP projections.
 
-Every parameter belongs to exactly one group by its Hugging Face name (Qwen3-MoE fused or per expert, Qwen2/2.5/3, Llama); a name
-that fits no group is an error, because a silent default would train or freeze it unnoticed.
+Every parameter belongs to exactly one group by its Hugging Face name (Qwen3-MoE fused or per expert, Qwen2/2.5/3, Llama); a
+name that fits no group is an error, because a silent default would train or freeze it unnoticed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class FreezeReport:
 
 
 def module_group(name: str) -> str:
-    """The group of a parameter: attention, linear_attention, experts, dense_mlp, shared_expert, router (with the gate of a shared
-    expert), norms, embeddings (input and output) or value_head. Raises `ValueError` if it fits none.
+    """The group of a parameter: attention, linear_attention, experts, dense_mlp, shared_expert, router (with the gate of a
+    shared expert), norms, embeddings (input and output) or value_head. Raises `ValueError` if it fits none.
     """
     return _groups([name])[name]
 

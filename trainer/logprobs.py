@@ -1,7 +1,7 @@
 """Log-probs of given tokens straight from hidden states: fp32 head, never more than one chunk of logits alive.
 
-At 131,072 tokens and 151,936 words the logits alone are 74 GiB in fp32. SAO (arXiv 2607.07508, Eq. 2) needs one number per token,
-exact to fp32 on this side as on the engine's: rounding it to bf16 moves ratios by percents and DIS masks bite.
+At 131,072 tokens and 151,936 words the logits alone are 74 GiB in fp32. SAO (arXiv 2607.07508, Eq. 2) needs one number per
+token, exact to fp32 on this side as on the engine's: rounding it to bf16 moves ratios by percents and DIS masks bite.
 The backward pass computes each chunk's logits again. Select the action positions of `hidden` before the call, not after.
 """
 

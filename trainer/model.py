@@ -6,13 +6,12 @@ values of all states.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from trainer import attention
 from trainer.logprobs import token_logprobs
@@ -27,7 +26,9 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: list[int], where: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (nats, fp32, [len(where)]) of the tokens at indices `where` (int64, none starts a sequence)."""
+        """Log-probs and entropies (nats, fp32, [len(where)]) of the tokens at indices `where` (int64, none starts a
+        sequence).
+        """
         hidden = self.model.model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, cu_seqlens=cu_seqlens
         ).last_hidden_state[0]
@@ -54,9 +55,7 @@ class Critic(nn.Module):
 
 def build_policy(folder: Path) -> Policy:
     """The policy from a model folder, fp32 master weights."""
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), attn_implementation=attention.NAME, dtype=torch.float32
-    )
+    model = _build(AutoModelForCausalLM, AutoConfig.from_pretrained(folder))
     load_folder(model, folder)
     return Policy(model)
 
@@ -64,21 +63,21 @@ def build_policy(folder: Path) -> Policy:
 def random_policy(fields: dict[str, Any], seed: int) -> Policy:
     """The policy with random weights from the fields of a config.json."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**fields)
-    return Policy(AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32))
+    return Policy(_build(AutoModelForCausalLM, AutoConfig.for_model(**fields)))
 
 
 def build_critic(folder: Path, bias: float = 0.0) -> Critic:
     """A critic from a policy folder (fresh head with `bias`) or from a critic folder (its own head)."""
-    backbone = AutoModel.from_config(
-        AutoConfig.from_pretrained(folder), attn_implementation=attention.NAME, dtype=torch.float32
-    )
+    backbone = _build(AutoModel, AutoConfig.from_pretrained(folder))
     critic = Critic(backbone, bias)
     load_folder(critic if is_critic(folder) else critic.model, folder, prefix="" if is_critic(folder) else "model.")
     return critic
 
 
+def _build(auto: Any, config: PretrainedConfig) -> Any:
+    return auto.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+
+
 def is_critic(folder: Path) -> bool:
     """True if the folder was written from a critic."""
-    marker = folder / "critic.json"
-    return marker.is_file() and bool(json.loads(marker.read_text()))
+    return (folder / "critic.json").is_file()

@@ -45,9 +45,7 @@ def shard(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             break
     head = getattr(model, "v_head", None)
     if head is not None and dtype != torch.float32:
-        fully_shard(
-            head, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        )
+        fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32))
     fully_shard(model, mesh=mesh, mp_policy=mixed)
     return model
 

@@ -1,7 +1,8 @@
 """One SAO step on one batch of completed trajectories (arXiv 2607.07508; algorithm.md 3.3): the trainer's story.
 
-Flows in: trajectories, the consuming policy version. Flows out: a moved critic (K updates with fixed targets), a moved policy (one
-DIS update), metrics. Every sum is divided by a count over the global batch, so layout and rank count change nothing.
+Flows in: trajectories, the consuming policy version. Flows out: a moved critic (K updates with fixed targets), a moved
+policy (one DIS update), metrics. Every sum is divided by a count over the global batch, so layout and rank count change
+nothing.
 """
 
 from __future__ import annotations
@@ -94,9 +95,7 @@ def train_step(
 
     report = metrics.report(metrics.reduce(sums))
     report |= {f"value/mse_{k}": loss for k, loss in enumerate(losses)} | leak
-    report |= {f"grad/critic_{k}": _finite(norm) for k, norm in enumerate(norms)} | {
-        "grad/policy": _finite(policy_norm)
-    }
+    report |= {f"grad/critic_{k}": _finite(norm) for k, norm in enumerate(norms)} | {"grad/policy": _finite(policy_norm)}
     report |= {"batch/action_tokens": actions, "dis/all_masked": float(kept == 0)}
     return {"stepped": bool(stepped), "metrics": report}
 
@@ -227,7 +226,7 @@ def _leak(batches: list[MicroBatch], before: list[Tensor], algorithm: dict[str, 
 def _whiten(batches: list[MicroBatch]) -> None:
     lengths = [len(b.packed.mask) for b in batches]
     white = whiten(torch.cat([b.advantages for b in batches]), torch.cat([b.packed.mask for b in batches]))
-    for batch, part in zip(batches, white.split(lengths), strict=True):
+    for batch, part in zip(batches, torch.split(white, lengths), strict=True):
         batch.advantages = part
 
 

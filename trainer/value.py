@@ -1,7 +1,7 @@
 """Value pre-training: regress the critic on the initial policy's own returns before RL (algorithm.md 3.5).
 
-Flows in: stored trajectories with rewards. Flows out: a critic with its held-out explained variance. The split is by prompt; all
-parameters train; the optimizer is forgotten afterwards, because RL freezes part of them.
+Flows in: stored trajectories with rewards. Flows out: a critic with its held-out explained variance. The split is by prompt;
+all parameters train; the optimizer is forgotten afterwards, because RL freezes part of them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _update(critic: Critic, optimizer: Optimizer, trajectories: list[Trajectory]
         packed = pack([trajectories[i] for i in indices]).to(parallel.device())
         after = critic(packed.tokens, packed.positions, packed.cu_seqlens)
         loss = value_loss(after.roll(1), _targets(packed), packed.mask).sum() / actions
-        (loss * dist.get_world_size()).backward()
+        (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 

@@ -76,9 +76,7 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 def read_file(path: Path, digest: str | None = None) -> dict[str, Tensor]:
     """All tensors of a file; with `digest`, refuses a file whose sha256 differs."""
     if digest is not None and (found := sha256(path)) != digest:
-        raise ConfigError(
-            f"{path}: sha256 is {found[:12]}, not {digest[:12]}", hint="the file is damaged or not complete"
-        )
+        raise ConfigError(f"{path}: sha256 is {found[:12]}, not {digest[:12]}", hint="the file is damaged or not complete")
     with safe_open(str(path), framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
@@ -103,11 +101,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def optimizer_groups(
-    model: nn.Module, lr: float, weight_decay: float, head_lr_mult: float = 1.0
-) -> list[dict[str, Any]]:
+def optimizer_groups(model: nn.Module, lr: float, weight_decay: float, head_lr_mult: float = 1.0) -> list[dict[str, Any]]:
     """AdamW groups of the trainable parameters: no decay on vectors and heads, the value head's own learning rate."""
-    decay, plain, head = [], [], []
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    head: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

@@ -1,7 +1,7 @@
 """One trainer rank under torchrun: rank 0 reads commands from the harness, all ranks run them together.
 
-Flows in: JSON lines `{"command": ..., arguments}`. Flows out: one JSON line each. The commands are the methods of `Worker`. A closed
-connection ends every rank.
+Flows in: JSON lines `{"command": ..., arguments}`. Flows out: one JSON line each. The commands are the methods of `Worker`.
+A closed connection ends every rank.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Worker:
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.trainer["dtype"])  # type: ignore[no-any-return]
 
-    def sft(
-        self, start: dict[str, Any], paths: list[str], settings: dict[str, Any], out: str, seed: int
-    ) -> dict[str, Any]:
+    def sft(self, start: dict[str, Any], paths: list[str], settings: dict[str, Any], out: str, seed: int) -> dict[str, Any]:
         """Supervised warm start from a folder (`path`) or random weights (`fields`, `files`) into the folder `out`."""
         source = Path(start["files"])
         policy = build_policy(Path(start["path"])) if start.get("path") else random_policy(start["fields"], seed)
@@ -102,9 +100,7 @@ class Worker:
         for trajectory in trajectories:
             if trajectory.info.get("sampling") != sampling:
                 raise ConfigError(f"{trajectory.episode_id} was sampled under another contract", hint="start a new run")
-        return train_step(
-            self.learners, trajectories, micro_batch_tokens=self.trainer["micro_batch_tokens"], **arguments
-        )
+        return train_step(self.learners, trajectories, micro_batch_tokens=self.trainer["micro_batch_tokens"], **arguments)
 
     def publish(self, path: str, probe: list[int]) -> dict[str, Any]:
         """Write the policy's weights; their sha256 and the log-probs of the probe tokens under them."""
@@ -134,9 +130,7 @@ class Worker:
         self._save_folder(policy.model, policy.model.config, Path(out), Path(model))
         return {}
 
-    def _save_folder(
-        self, model: Any, config: Any, out: Path, source: Path, critic: dict[str, Any] | None = None
-    ) -> None:
+    def _save_folder(self, model: Any, config: Any, out: Path, source: Path, critic: dict[str, Any] | None = None) -> None:
         tensors = {name: t.cpu() for name, t in export(model)}
         if dist.get_rank() != 0:
             return

@@ -35,9 +35,7 @@ class EmbeddedEngine(HttpEngine):
             port = json.loads(line)["port"]
         except (TimeoutError, ValueError, KeyError) as error:
             await processes.end(process, 0.0)
-            raise EngineError(
-                f"the embedded engine did not start:\n{processes.tail(log)}", hint=f"see {log}"
-            ) from error
+            raise EngineError(f"the embedded engine did not start:\n{processes.tail(log)}", hint=f"see {log}") from error
         except BaseException:
             await processes.end(process, 0.0)
             raise

@@ -1,7 +1,7 @@
 """Client of the engine contract (`docs/engine.md`): token ids in, tokens with log-probs and version spans out.
 
-The embedded engine and vLLM answer the same routes. Anything inexact (a missing log-prob, a span that does not cover the output,
-an unfinished answer) is an `EngineError`: the episode is retried, never trained.
+The embedded engine and vLLM answer the same routes. Anything inexact (a missing log-prob, a span that does not cover the
+output, an unfinished answer) is an `EngineError`: the episode is retried, never trained.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class HttpEngine:
                     raise EngineError(f"engine {route}: HTTP {response.status}: {(await response.text())[:500]}")
                 return await response.json()  # type: ignore[no-any-return]
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise EngineError(
-                f"engine {route}: {error!r}", hint=f"look at the engine's log; is {self.url} up?"
-            ) from error
+            raise EngineError(f"engine {route}: {error!r}", hint=f"look at the engine's log; is {self.url} up?") from error
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample a continuation."""

@@ -70,6 +70,7 @@ class DockerSandboxes:
         self._config, self._run_id = config, run_id
         self._engine: Engine | None = None
         self._images: dict[str, asyncio.Task[str]] = {}
+        self._open: list[DockerSandbox] = []
 
     async def start(self) -> None:
         """Reach the engine and have the default image."""
@@ -77,6 +78,8 @@ class DockerSandboxes:
         try:
             await self._folder_of(self._config.image)
         except SandboxError as error:
+            self._engine.close()
+            self._engine = None
             raise ConfigError(error.message, hint=error.hint) from error
 
     async def acquire(self, task: Task) -> DockerSandbox:
@@ -93,15 +96,22 @@ class DockerSandboxes:
             if boot.exception() is None:
                 await engine.call(engine.remove, boot.result())
             raise
-        return DockerSandbox(engine, container, folder)
+        sandbox = DockerSandbox(engine, container, folder)
+        self._open = [other for other in self._open if not other.closed]
+        self._open.append(sandbox)
+        return sandbox
 
     async def close(self) -> None:
         """Remove every container of this run."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
+            results = await asyncio.gather(*(sandbox.close() for sandbox in self._open), return_exceptions=True)
+            # Also what a cancelled close, or a killed predecessor of this run, has left.
             found = await engine.call(engine.find, f"sao.run={self._run_id}", again=True)
             await asyncio.gather(*(engine.call(engine.remove, container["Id"], again=True) for container in found))
             engine.close()
+            for error in filter(None, results):
+                raise error
 
     @classmethod
     def reap(cls, run_id: str | None) -> int:
@@ -168,7 +178,7 @@ class DockerSandbox:
         self._engine, self._container, self._folder = engine, container, folder
         self._shell = Shell(self._attach, self._kill)
         self._stream: AttachedStream | None = None
-        self._closed = False
+        self.closed = False
 
     async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
         """See `Sandbox`."""
@@ -204,7 +214,7 @@ class DockerSandbox:
             f"[[ -d {parent} ]] || builtin command -p mkdir -p -- {parent} || exit"
         )
         if small := len(data) <= SHELL_FILE_MAX:
-            script += f"; builtin command -p base64 -d >| {file} <<< {base64.b64encode(data).decode()}"
+            script += f"; builtin command -p base64 -d >| {file} <<< '{base64.b64encode(data).decode()}'"
         result = await self._file_command(script)
         if "No space left on device" in result.output:
             raise SandboxError(
@@ -218,12 +228,12 @@ class DockerSandbox:
 
     async def close(self) -> None:
         """See `Sandbox`."""
-        self._closed = True
+        self.closed = True
         self._detach()
         await self._engine.call(self._engine.remove, self._container, again=True)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise SandboxError(f"container {self._container[:12]} is removed")
 
     async def _file_command(self, script: str) -> ExecResult:
@@ -296,9 +306,7 @@ class Engine:
             raise ConfigError(f"Docker cannot be reached: {error}", hint=hint) from error
         self.api: Any = self._client.api
         if self.api.base_url.startswith("https:"):
-            raise ConfigError(
-                f"Docker at {self.api.base_url}: TLS is not supported", hint="use its unix socket or ssh -L"
-            )
+            raise ConfigError(f"Docker at {self.api.base_url}: TLS is not supported", hint="use its unix socket or ssh -L")
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="docker")
 
     async def call[T](self, function: Callable[..., T], *arguments: Any, again: bool = False) -> T:

@@ -102,10 +102,12 @@ class ProcessSandboxes:
 
     async def close(self) -> None:
         """Close every sandbox of this run."""
-        await asyncio.gather(*(sandbox.close() for sandbox in self._open))
+        results = await asyncio.gather(*(sandbox.close() for sandbox in self._open), return_exceptions=True)
         # Also what a cancelled close left half done.
         await asyncio.to_thread(kill_marked, f"{self._folder.name}/", exact=False)
         await asyncio.to_thread(_remove, self._folder)
+        for error in filter(None, results):
+            raise error
 
     @classmethod
     def reap(cls, run_id: str | None) -> int:
@@ -113,10 +115,11 @@ class ProcessSandboxes:
         removed = 0
         for folder in Path(tempfile.gettempdir()).resolve().glob("sao-*-*-*-*"):
             run, pid, started, _ = folder.name.removeprefix("sao-").rsplit("-", 3)
-            ours = folder.stat().st_uid == os.getuid() and pid.isdigit()
-            if ours and (run == run_id if run_id is not None else not alive(int(pid), started)):
-                removed += kill_marked(f"{folder.name}/", exact=False) + 1
-                _remove(folder)
+            with contextlib.suppress(FileNotFoundError):  # its owner, or another reaper, is removing it
+                ours = folder.stat().st_uid == os.getuid() and pid.isdigit()
+                if ours and (run == run_id if run_id is not None else not alive(int(pid), started)):
+                    removed += kill_marked(f"{folder.name}/", exact=False) + 1
+                    _remove(folder)
         return removed
 
 
@@ -172,6 +175,7 @@ class ProcessSandbox:
             raise _disk_error(error) from error
 
     async def _spawn(self) -> ProcessStream:
+        self._check_open()
         self._make_folders()  # a command may have removed them
         loop = asyncio.get_running_loop()
         environment = {
@@ -183,7 +187,7 @@ class ProcessSandbox:
         }
         self._spawned = True
         try:
-            # Not create_subprocess_exec: only the transport, which that hides, lets go of pipes that a child still holds.
+            # Not create_subprocess_exec: it hides the transport, which alone lets go of pipes that a child holds.
             self._bash = await loop.subprocess_exec(
                 ProcessStream,
                 *self._command,
@@ -203,7 +207,7 @@ class ProcessSandbox:
             return
         if self._bash is not None:
             transport, stream = self._bash
-            with contextlib.suppress(ProcessLookupError):  # the group is empty
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty (macOS: only zombies)
                 os.killpg(transport.get_pid(), signal.SIGKILL)
             await stream.wait_for_exit()
             transport.close()
@@ -262,7 +266,7 @@ def alive(pid: int, started: str) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass  # another user's
     return True
 
 
@@ -358,9 +362,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _disk_error(error: OSError) -> SandboxError:
-    return SandboxError(
-        f"no sandbox folder can be written: {error}", hint="free disk space, or set TMPDIR to another disk"
-    )
+    return SandboxError(f"no sandbox folder can be written: {error}", hint="free disk space, or set TMPDIR to another disk")
 
 
 async def _find_unshare() -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import shlex
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from harness.errors import SandboxError
 from harness.protocols import ExecResult
 
 OUTPUT_CAP = 64 * 1024
@@ -109,9 +110,7 @@ class Shell:
             return result
 
     async def _run(self, stream: Stream, command: str, timeout_s: float, output: CappedOutput) -> ExecResult:
-        lost = (
-            f"the next command gets a new shell in {self._folder.decode() or 'the first folder'}, without its variables"
-        )
+        lost = f"the next command gets a new shell in {self._folder.decode() or 'the first folder'}, without its variables"
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 bash_ended, code = await self._converse(stream, command, output)
@@ -156,7 +155,10 @@ class Shell:
     async def _start_bash(self, stream: Stream) -> None:
         self._gone = secrets.token_hex(16).encode()
         folder = b"cd -- " + self._folder + b"\n" if self._folder else b""
-        await stream.write(b"sao-go " + self._gone + b"\n" + folder)
+        try:
+            await stream.write(b"sao-go " + self._gone + b"\n" + folder)
+        except ConnectionError as error:
+            raise SandboxError("the sandbox ended before its shell began") from error
 
     async def _reset(self) -> None:
         self._busy = True

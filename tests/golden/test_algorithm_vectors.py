@@ -131,9 +131,7 @@ def test_policy_metrics() -> None:
 def test_explained_variance_is_centred() -> None:
     case = GOLDEN["explained_variance"]
     sums = Sums()
-    add_value(
-        sums, torch.tensor(case["V"]), torch.tensor(case["R"]), torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])
-    )
+    add_value(sums, torch.tensor(case["V"]), torch.tensor(case["R"]), torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]))
     close(report(sums)["value/ev"], case["ev"])
     assert abs(case["ev"] - case["wrong_one_minus_mse_over_var"]) > 1e-3
 

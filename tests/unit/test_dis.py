@@ -126,7 +126,7 @@ def test_all_rejected_is_a_zero_loss_with_a_backward_pass() -> None:
 def test_bf16_logprobs_are_compared_in_fp32() -> None:
     inputs = PolicyLossInput(torch.zeros(1).bfloat16(), torch.tensor([-1.792]), torch.ones(1), torch.tensor([True]))
     assert not dis_loss(inputs, eps_low=0.3, eps_high=5.0).keep.item()
-    assert torch.tensor(1.792).bfloat16() < math.log(6), "the case would not tell the dtypes apart"
+    assert torch.tensor(1.792).bfloat16().item() < math.log(6), "the case would not tell the dtypes apart"
 
 
 def test_value_loss() -> None:

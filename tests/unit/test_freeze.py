@@ -150,3 +150,23 @@ def test_a_model_without_mlp_is_refused() -> None:
     model.v_head = nn.Linear(4, 1)
     with pytest.raises(ValueError, match=r"no MLP projection.*v_head\.weight"):
         freeze(model, "mlp_only")
+
+
+def test_hybrid_layers_and_shared_experts() -> None:
+    model = nn.Module()
+    model.layer = nn.Module()
+    model.layer.linear_attn = nn.Linear(2, 2, bias=False)
+    model.layer.mlp = nn.ModuleDict(
+        {
+            "shared_expert": nn.ModuleDict({"up_proj": nn.Linear(2, 2, bias=False)}),
+            "shared_expert_gate": nn.Linear(2, 1, bias=False),
+        }
+    )
+    attention, expert, gate = (
+        "layer.linear_attn.weight",
+        "layer.mlp.shared_expert.up_proj.weight",
+        "layer.mlp.shared_expert_gate.weight",
+    )
+    assert freeze(model, "mlp_only").trainable == [expert]
+    report = freeze(model, "no_attn")
+    assert (report.trainable, report.frozen) == ([expert, gate], [attention])

@@ -28,9 +28,7 @@ class Case:
         self.mask = torch.tensor([m for row in rows for m in row], dtype=torch.bool)
         self.cu = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
         self.values = torch.randn(len(self.mask), generator=rng)
-        self.rewards = torch.where(
-            self.mask & (torch.rand(len(self.mask), generator=rng) < 0.3), self.values.flip(0), 0.0
-        )
+        self.rewards = torch.where(self.mask & (torch.rand(len(self.mask), generator=rng) < 0.3), self.values.flip(0), 0.0)
         self.gamma = 1.0 if seed % 2 else float(torch.rand(1, generator=rng))
         self.lam = torch.rand(len(rows), generator=rng, dtype=torch.float64)
         self.lam[torch.rand(len(rows), generator=rng) < 0.2] = 1.0
@@ -50,9 +48,7 @@ class Case:
         )
 
 
-def naive(
-    values: Tensor, rewards: Tensor, mask: Tensor, cu: Tensor, gamma: float, lam: Tensor, bootstrap: Tensor
-) -> Tensor:
+def naive(values: Tensor, rewards: Tensor, mask: Tensor, cu: Tensor, gamma: float, lam: Tensor, bootstrap: Tensor) -> Tensor:
     """The definition, one Python float at a time; [N] fp64."""
     out = [0.0] * len(mask)
     for b in range(len(cu) - 1):
@@ -178,9 +174,7 @@ def test_an_observation_costs_one_lambda_whatever_its_length() -> None:
         mask = torch.tensor([True] + [False] * n + [True])
         rewards = torch.zeros(n + 2)
         rewards[-1] = 1.0
-        advantages = skip_observation_gae(
-            torch.zeros(n + 2), rewards, mask, torch.tensor([0, n + 2]), gamma=1.0, lam=0.9
-        )
+        advantages = skip_observation_gae(torch.zeros(n + 2), rewards, mask, torch.tensor([0, n + 2]), gamma=1.0, lam=0.9)
         assert advantages[0].item() == pytest.approx(0.9)
 
 
@@ -188,9 +182,7 @@ def test_a_reward_on_an_observation_is_refused() -> None:
     mask = torch.tensor([True, False])
     for reward in (1.0, math.nan):
         with pytest.raises(ValueError, match="observation token"):
-            skip_observation_gae(
-                torch.zeros(2), torch.tensor([0.0, reward]), mask, torch.tensor([0, 2]), gamma=1.0, lam=0.9
-            )
+            skip_observation_gae(torch.zeros(2), torch.tensor([0.0, reward]), mask, torch.tensor([0, 2]), gamma=1.0, lam=0.9)
 
 
 def test_one_long_row_among_many_short_ones() -> None:

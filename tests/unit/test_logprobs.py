@@ -9,9 +9,7 @@ from torch import Tensor
 from trainer.logprobs import token_logprobs
 
 
-def inputs(
-    n: int = 37, width: int = 16, words: int = 101, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(n: int = 37, width: int = 16, words: int = 101, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     rng = torch.Generator().manual_seed(n)
     hidden = torch.randn(n, width, generator=rng).to(dtype).requires_grad_()
     head = torch.randn(words, width, generator=rng).to(dtype).requires_grad_()

@@ -139,9 +139,7 @@ def test_explained_variance_is_none_when_targets_hardly_vary() -> None:
 
 def test_wild_deltas_do_not_hide_the_rest() -> None:
     rollout = torch.tensor([-1.0, -1000.0, math.nan, -math.inf])
-    inputs = PolicyLossInput(
-        torch.tensor([-1.0, 0.0, -1.0, -1.0]), rollout, torch.ones(4), torch.ones(4, dtype=torch.bool)
-    )
+    inputs = PolicyLossInput(torch.tensor([-1.0, 0.0, -1.0, -1.0]), rollout, torch.ones(4), torch.ones(4, dtype=torch.bool))
     sums = Sums()
     add_policy(sums, inputs, dis_loss(inputs, **BAND), torch.zeros(4), torch.ones(4), **BAND)
     m = report(sums)
@@ -150,6 +148,17 @@ def test_wild_deltas_do_not_hide_the_rest() -> None:
     assert m["kl/k1"] == -500.0
     assert m["dis/mean_ratio"] == pytest.approx((1 + math.exp(20)) / 2)
     assert None not in m.values()
+
+
+def test_a_token_on_the_bound_counts_as_masked_on_its_side() -> None:
+    inputs = PolicyLossInput(
+        torch.zeros(2), torch.tensor([-math.log(0.5), -math.log(2.0)]), torch.ones(2), torch.ones(2, dtype=torch.bool)
+    )
+    sums = Sums()
+    output = dis_loss(inputs, eps_low=0.5, eps_high=1.0)
+    add_policy(sums, inputs, output, torch.zeros(2), torch.ones(2), eps_low=0.5, eps_high=1.0)
+    m = report(sums)
+    assert (m["dis/mask_frac"], m["dis/mask_low"], m["dis/mask_high"]) == (1.0, 0.5, 0.5)
 
 
 def test_a_version_switch_between_trajectories_is_not_mixed() -> None:

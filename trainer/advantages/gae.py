@@ -64,7 +64,8 @@ def value_targets(
 def length_adaptive_lambda(n_actions: Tensor, alpha: float) -> Tensor:
     """lambda = max(0, 1 - 1/(alpha * l)) per trajectory, [B] fp64, from its number of action tokens l, [B] int.
 
-    The end-to-end weight lambda^(l-1) then tends to exp(-1/alpha) for every length. Never cast it to bf16, which rounds it to 1.
+    The end-to-end weight lambda^(l-1) then tends to exp(-1/alpha) for every length. Never cast it to bf16, which rounds it
+    to 1.
     """
     return 1.0 - 1.0 / (alpha * n_actions.double()).clamp(min=1.0)
 

@@ -1,9 +1,9 @@
 """Continuous batching: at every step each running sequence computes its next tokens, and those that are caught up sample one.
 
-Flows in: requests of token ids, and new weights between steps. Flows out: sampled ids with their log-probs (temperature applied,
-fp32) and the version of the weights that made their logits. Weights change only between steps, so a version boundary is a token
-boundary. Running sequences keep their old keys and values (`keep_kv`); a finished sequence's cache is reused only if all of it
-was computed under the current version.
+Flows in: requests of token ids, and new weights between steps. Flows out: sampled ids with their log-probs (temperature
+applied, fp32) and the version of the weights that made their logits. Weights change only between steps, so a version
+boundary is a token boundary. Running sequences keep their old keys and values (`keep_kv`); a finished sequence's cache is
+reused only if all of it was computed under the current version.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ class EngineCore:
         if not self._running:
             return
         rows, chosen = self._rows()
-        ids = torch.tensor(
-            [t for s, r in zip(chosen, rows, strict=True) for t in s.tokens[r.start : r.start + r.count]]
-        )
+        ids = torch.tensor([t for s, r in zip(chosen, rows, strict=True) for t in s.tokens[r.start : r.start + r.count]])
         positions = self._kv.begin(rows)
         hidden = self.model.model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, kv=self._kv

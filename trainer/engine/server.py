@@ -85,9 +85,7 @@ class Server:
             body = await request.json()
             ids = [int(t) for t in body["token_ids"]]
             params = body["sampling_params"]
-            refused = [
-                k for k, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)) if params.get(k, neutral) != neutral
-            ]
+            refused = [k for k, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)) if params.get(k, neutral) != neutral]
             if refused:
                 raise ValueError(f"this engine does not truncate: {refused[0]}={params[refused[0]]}")
             if params.get("prompt_logprobs") is not None:

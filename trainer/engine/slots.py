@@ -1,7 +1,8 @@
-"""The key-value cache of the embedded engine: one slot per running sequence, padded to a common capacity that doubles when needed.
+"""The key-value cache of the embedded engine: one slot per running sequence, padded to a common capacity that doubles when
+needed.
 
-Flows in: the rows of one engine step (slot, first position, token count), then per layer queries, keys and values of those tokens
-laid end to end. Flows out: the attention output. Single-token rows must come first; they are attended together.
+Flows in: the rows of one engine step (slot, first position, token count), then per layer queries, keys and values of those
+tokens laid end to end. Flows out: the attention output. Single-token rows must come first; they are attended together.
 """
 
 from __future__ import annotations
