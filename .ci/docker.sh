@@ -22,7 +22,7 @@ install_packages() {
         say "packages: present"
         return
     fi
-    # docker.io offers to keep old data by a question; the install must not wait for an answer.
+    # The engine's package may ask what to do with old data; the install must not wait for an answer.
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq
     apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
@@ -63,7 +63,7 @@ build_image() {
     mmdebstrap --quiet --variant=minbase --include="$PACKAGES" \
         --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' bookworm "$WORK/root.tar" ${sources:+"$sources"}
-    docker import --change 'CMD ["bash"]' --change 'WORKDIR /work' \
+    docker import --change 'CMD ["bash"]' --change 'WORKDIR /sandbox' \
         --change 'ENV LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1' "$WORK/root.tar" "$IMAGE" >/dev/null
     say "image: built $IMAGE"
 }

@@ -22,6 +22,7 @@ JSON_TYPES: dict[str, type | tuple[type, ...]] = {
     "boolean": bool,
     "array": list,
     "object": dict,
+    "null": type(None),
 }
 
 
@@ -85,8 +86,11 @@ def mismatch(arguments: Any, schema: dict[str, Any]) -> str | None:
                 continue
             return f"`{name}` is not an argument"
         kind = properties[name].get("type")
-        if kind in JSON_TYPES:
-            expected = JSON_TYPES[kind]
-            if not isinstance(value, expected) or (isinstance(value, bool) and kind != "boolean"):
-                return f"`{name}` is not of type {kind}"
+        kinds = kind if isinstance(kind, list) else [kind]
+        if all(k in JSON_TYPES for k in kinds) and not any(_is_of(value, k) for k in kinds):
+            return f"`{name}` is not of type {' or '.join(kinds)}"
     return None
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    return isinstance(value, JSON_TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))

@@ -7,6 +7,7 @@ the messages that follow a sampled turn, and the parsed reply of sampled tokens.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,6 @@ from tokenizers import Tokenizer
 
 from harness.errors import ConfigError
 from harness.protocols import Message
-
-_ANSWER = "\u241eanswer\u241e"
 
 
 class Chat:
@@ -51,12 +50,13 @@ class Chat:
         """The template's text, with the generation prompt if `prompt`. Raises `ConfigError` where the template refuses."""
         try:
             return self._template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=prompt)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:  # templates call methods of whatever a message holds
             raise ConfigError(f"the chat template refuses the conversation: {error}", hint="check roles and order") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text that contains its own special tokens."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        whole = text.encode(errors="replace").decode()  # half surrogates, as of agents that cut strings in UTF-16
+        return list(self.tokenizer.encode(whole, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of sampled tokens, special tokens kept."""
@@ -70,10 +70,11 @@ class Chat:
         """Tokens that follow a sampled turn's stop token: the rest of that turn, `new`, and the next generation prompt.
 
         `before` is the conversation up to and without that turn. The turn itself is rendered as a marker whose tokens are
-        cut away: what was sampled is never rendered.
+        cut away: what was sampled is never rendered. The marker is random, so that no message can contain it.
         """
-        text = self.render([*before, {"role": "assistant", "content": _ANSWER}, *new], tools, prompt=True)
-        head, marker, rest = text.rpartition(_ANSWER)
+        answer = f"\u241e{secrets.token_hex(8)}\u241e"
+        text = self.render([*before, {"role": "assistant", "content": answer}, *new], tools, prompt=True)
+        head, marker, rest = text.rpartition(answer)
         if not marker:
             raise ConfigError("the chat template drops the last assistant turn", hint="use a template that keeps history")
         for stop in self.stop_strings:

@@ -14,14 +14,14 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import ConfigError
-from harness.registry import config_error, plugin_config
+from harness.registry import config_error, find, load_object, plugin_config
 from harness.task import Limits
 
 
 class Section(BaseModel):
     """A table of the configuration; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Plugin(BaseModel):
@@ -227,6 +227,11 @@ class Config(Section):
         """Validate what spans sections and plug-ins. Raises `ConfigError`."""
         for kind in ("environment", "agent", "sandbox"):
             plugin_config(kind, getattr(self, kind).table())
+        find("evaluation", self.eval.id)
+        if self.sft is not None:
+            plugin_config("sandbox", self.sft.sandbox.table(), prefix="sft.sandbox")
+            for path in filter(None, (self.sft.script, self.sft.corpus, self.sft.gate)):
+                load_object(path)
         if (self.model.path is None) == (self.model.scratch is None):
             raise ConfigError("exactly one of `model.path` and `model.scratch` must be given", hint="set model.path=FOLDER")
         if self.model.path is not None:

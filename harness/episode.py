@@ -8,6 +8,9 @@ scheduler.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +22,8 @@ from harness.protocols import Agent, Environment, Sandbox, SandboxProvider
 from harness.session import TokenSession
 from harness.task import Limits, Score, Task, Termination
 from harness.trajectory import Trajectory
+
+log = logging.getLogger("sao")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +77,16 @@ async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | Non
         with boundary(EnvironmentFault, f"{task.id}: begin"):
             live = await stage.environment.begin(task, sandbox)
         termination = await _act(stage, task, live, sandbox, session)
+        if not termination.policy_caused:
+            return Episode(episode_id, task.id, termination, error="the agent gave up")
         with boundary(VerifierFault, f"{task.id}: score"):
-            score: Score = await live.score()
+            score = _sound(await live.score())
     except InfrastructureError as error:
         return Episode(episode_id, task.id, error.termination, error=_chain(error))
     finally:
         if sandbox is not None:
-            await asyncio.shield(sandbox.close())
-    info = {"termination": termination.value, "wall_s": round(time.monotonic() - start, 4), **score.info}
+            await _close(sandbox)
+    info = {**score.info, "termination": termination.value, "wall_s": round(time.monotonic() - start, 4)}
     trajectories = tuple(
         t.judged(score.reward, score.turn_rewards if t.segment == 0 else None) for t in session.trajectories(task.id, info)
     )
@@ -90,11 +97,30 @@ async def _act(stage: Stage, task: Task, live: Any, sandbox: Sandbox, session: T
     try:
         async with asyncio.timeout(stage.limits.wall_s):
             with boundary(EnvironmentFault, f"{task.id}: agent"):
-                return await stage.agent.run(task, live, sandbox, session, stage.limits)
+                return Termination(await stage.agent.run(task, live, sandbox, session, stage.limits))
     except EpisodeEnd as end:
         return end.termination
     except TimeoutError:
         return Termination.WALL_CLOCK
+
+
+def _sound(score: Score) -> Score:
+    """The verdict, if it can be trained on and stored. Raises `TypeError` or `ValueError`, as a broken grader would."""
+    if not isinstance(score, Score):
+        raise TypeError(f"the verdict is not a Score but {score!r}")
+    rewards = [score.reward, *score.turn_rewards.values()]
+    if not all(math.isfinite(reward) for reward in rewards):
+        raise ValueError(f"a reward is not finite: {rewards}")
+    json.dumps(score.info)
+    return score
+
+
+async def _close(sandbox: Sandbox) -> None:
+    """Close it to the end, even if cancelled meanwhile; what cannot be removed now is removed with the run."""
+    try:
+        await asyncio.shield(sandbox.close())
+    except InfrastructureError as error:
+        log.warning("a sandbox could not be closed: %s", error)
 
 
 def _chain(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -72,16 +73,18 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.Response:
         secret, session = self._sessions.get(request.match_info["episode"], ("", None))
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if session is None or not hmac.compare_digest(given.encode(), secret.encode()):
+        if session is None or not hmac.compare_digest(given.encode(errors="replace"), secret.encode()):
             return _error(401, "unknown episode or wrong key")
         try:
             body = await request.json()
             messages, tools = body["messages"], body.get("tools") or []
-            if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
                 raise ValueError("messages is not a list of messages")
+            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+                raise ValueError("tools is not a list of tools")
             if body.get("stream"):
                 raise ValueError("streaming is not offered; set stream to false")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return _error(400, f"bad request: {error}")
         try:
             reply = await session.complete(messages, tools)
@@ -102,6 +105,13 @@ class Gateway:
                 "choices": [choice],
             }
         )
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    calls = value.get("tool_calls") or []
+    return isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
 
 
 def _error(status: int, message: str, code: str = "error") -> web.Response:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.episode import Episode
-from harness.errors import InvariantError
+from harness.errors import ConfigError, InvariantError
 from harness.task import Termination
 
 SCHEMA = """
@@ -54,9 +54,14 @@ class Ledger:
         self.trajectories.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(folder / "ledger.sqlite", isolation_level=None)
         self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(SCHEMA)
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(SCHEMA)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"{folder / 'ledger.sqlite'} is not a ledger: {error}", hint="give a run folder") from error
         top = self._db.execute("SELECT COALESCE(MAX(position), 0) FROM episodes").fetchone()[0]
         self._position = int(top)
 
@@ -83,6 +88,7 @@ class Ledger:
         highest = [int(t.policy_versions.max(initial=-1)) for t in episode.trajectories]
         self._finish(
             episode.id,
+            ("running",),
             status=status,
             termination=episode.termination.value,
             reward=episode.reward,
@@ -102,13 +108,13 @@ class Ledger:
         fields: dict[str, Any] = {"status": "dropped", "reason": reason, "completed_s": time.time()}
         if termination is not None:
             fields["termination"] = termination.value
-        self._finish(episode_id, **fields)
+        self._finish(episode_id, ("running", "pending"), **fields)
 
-    def _finish(self, episode_id: str, **fields: Any) -> None:
+    def _finish(self, episode_id: str, open_as: tuple[str, ...], **fields: Any) -> None:
         names = ", ".join(f"{name} = ?" for name in fields)
+        marks = ", ".join("?" for _ in open_as)
         done = self._db.execute(
-            f"UPDATE episodes SET {names} WHERE id = ? AND status IN ('running', 'pending')",
-            (*fields.values(), episode_id),
+            f"UPDATE episodes SET {names} WHERE id = ? AND status IN ({marks})", (*fields.values(), episode_id, *open_as)
         )
         if done.rowcount != 1:
             raise InvariantError(f"episode {episode_id} already has an outcome, or was never dispatched")

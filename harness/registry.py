@@ -42,9 +42,9 @@ def load_object(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # a stranger's module may raise anything
         raise ConfigError(
-            f"`{path}`: cannot import `{module_name}`: {error}", hint="install it, or correct the name"
+            f"`{path}`: cannot import `{module_name}`: {type(error).__name__}: {error}", hint="install it, or correct the name"
         ) from error
     if not hasattr(module, attribute):
         raise ConfigError(f"`{path}`: `{module_name}` has no `{attribute}`", hint=nearest(attribute, dir(module)))
@@ -63,14 +63,16 @@ def find(kind: Kind, name: str) -> Any:
     raise ConfigError(f"{kind}.id = {name!r} is not known", hint=nearest(name, [*BUILTIN[kind], *known]))
 
 
-def plugin_config(kind: Kind, table: dict[str, Any]) -> tuple[Any, BaseModel]:
+def plugin_config(kind: Kind, table: dict[str, Any], prefix: str = "") -> tuple[Any, BaseModel]:
     """The class named by `table["id"]` and its own validated configuration from the rest of the table."""
     options = {key: value for key, value in table.items() if key != "id"}
     cls = find(kind, str(table["id"]))
+    if not hasattr(cls, "Config"):
+        raise ConfigError(f"{kind}.id = {table['id']!r} is no plug-in: it has no `Config`", hint="name a plug-in class")
     try:
         return cls, cls.Config(**options)
     except ValidationError as error:
-        raise config_error(error, cls.Config, prefix=kind) from None
+        raise config_error(error, cls.Config, prefix=prefix or kind) from None
 
 
 def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:

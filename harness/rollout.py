@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.episode import Episode, Stage, run_episode
-from harness.errors import InfrastructureError, SandboxError
+from harness.errors import ConfigError, InfrastructureError, SandboxError
 from harness.ledger import Ledger
 from harness.task import Task, Termination
 
@@ -31,6 +31,8 @@ class TaskOrder:
     """Shuffled epochs without replacement: the n-th draw is a pure function of (seed, n)."""
 
     def __init__(self, size: int, seed: int, drawn: int = 0) -> None:
+        if size < 1:
+            raise ConfigError("the environment has no task", hint="look at the [environment] table")
         self._size, self._seed = size, seed
         self.drawn = drawn
         self._epoch = -1
@@ -83,6 +85,7 @@ class Rollout:
         self._again: deque[tuple[int, int]] = deque(ledger.redo("train"))
         self._running: dict[asyncio.Task[None], str] = {}
         self._accepted = ledger.accepted()
+        self._launched = 0
         self._changed = asyncio.Condition()
         self._loop: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -153,9 +156,9 @@ class Rollout:
 
     def _launch(self) -> None:
         index, attempt = self._again.popleft() if self._again else (next(self._order), 0)
-        draw = self._order.drawn
-        self._ledger.put("drawn", draw)
-        episode_id = f"train-{self._generation}-{draw:07d}-{index}-{attempt + 1}"
+        self._ledger.put("drawn", self._order.drawn)
+        self._launched += 1
+        episode_id = f"train-{self._generation}-{self._launched:07d}-{index}-{attempt + 1}"
         task = self._tasks[index]
         self._ledger.dispatch(episode_id, "train", task.id, index, attempt + 1, self._clock.version)
         self._running[asyncio.create_task(self._run(task, index, attempt + 1, episode_id))] = episode_id
@@ -188,16 +191,15 @@ class Rollout:
             self._accepted += 1
             self._lost = 0
             return None
-        self._ledger.drop(episode.id, episode.termination, episode.error or "the policy sampled nothing")
-        if episode.termination.policy_caused:
-            return None
-        if attempt < self._limits.attempts:
+        reason = episode.error or f"the policy sampled nothing ({episode.termination.value})"
+        self._ledger.drop(episode.id, episode.termination, reason)
+        if not episode.termination.policy_caused and attempt < self._limits.attempts:
             self._again.append((index, attempt))
         self._lost += 1
         if self._lost < LOST_IN_A_ROW * self._limits.concurrency:
             return None
         return InfrastructureError(
-            f"{self._lost} episodes in a row were lost; the last: {episode.error}", hint="mend the cause, then --resume"
+            f"{self._lost} episodes in a row were lost; the last: {reason}", hint="mend the cause, then --resume"
         )
 
     async def drop_stale(self, episodes: list[str]) -> None:
@@ -249,10 +251,10 @@ async def collect(
     """
     gate = asyncio.Semaphore(concurrency)
 
-    async def play(index: int, task: Task) -> Episode:
+    async def play(number: int, index: int, task: Task) -> Episode:
         for attempt in range(1, attempts + 1):
             async with gate:
-                episode_id = f"{purpose}-{generation}-{index:06d}-{attempt}"
+                episode_id = f"{purpose}-{generation}-{number:06d}-{attempt}"
                 ledger.dispatch(episode_id, purpose, task.id, index, attempt, version)
                 try:
                     episode = await run_episode(stage, task, episode_id, None if seed is None else seed + 1_000 * index)
@@ -268,5 +270,5 @@ async def collect(
         return episode
 
     async with asyncio.TaskGroup() as group:
-        played = [group.create_task(play(index, task)) for index, task in tasks]
+        played = [group.create_task(play(n, index, task)) for n, (index, task) in enumerate(tasks)]
     return [task.result() for task in played]

@@ -9,6 +9,7 @@ observation.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ class Segment:
     request: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     reply: Reply | None = None
+    end: Termination | None = None
+    """The limit that cut the reply."""
 
 
 class TokenSession:
@@ -65,15 +68,19 @@ class TokenSession:
         `EngineError` with nothing recorded when the engine fails.
         """
         async with self._lock:
-            request, tool_list = [dict(m) for m in messages], list(tools)
+            request, tool_list = list(messages), list(tools)
             segment = self._segments[-1] if self._segments else None
             if segment and segment.reply and request == segment.request and tool_list == segment.tools:
+                if segment.end is not None:
+                    raise EpisodeEnd(segment.end)
                 return segment.reply
             if segment is None or not _extends(request, tool_list, segment):
+                request, tool_list = copy.deepcopy((request, tool_list))
                 segment = Segment(tools=tool_list)
                 new = self._chat.opening(request, tool_list)
             else:
                 n = len(segment.request)
+                request = [*segment.request, *copy.deepcopy(request[n:])]
                 new = self._chat.continuation(request[:n], request[n + 1 :], tool_list)
                 if segment.reply is not None and segment.builder.tokens[-1] not in self._chat.stop_ids:
                     new = [self._chat.stop_ids[0], *new]
@@ -103,16 +110,19 @@ class TokenSession:
         content, calls = self._parser(self._chat.text_of(generation.token_ids), self._turns)
         segment.request = request
         segment.reply = Reply(content, calls, generation.finish_reason)
+        segment.end = None
         self._turns += 1
         if generation.finish_reason == "length":
             full = len(prompt) + len(generation.token_ids) >= self._limits.max_context
-            raise EpisodeEnd(Termination.MAX_CONTEXT if full else Termination.MAX_TOKENS_PER_TURN)
+            segment.end = Termination.MAX_CONTEXT if full else Termination.MAX_TOKENS_PER_TURN
+            raise EpisodeEnd(segment.end)
         return segment.reply
 
     def trajectories(self, task_id: str, info: dict[str, Any]) -> tuple[Trajectory, ...]:
         """The segments so far, each with at least one action token, as trajectories without reward."""
         facts = {**info, "sampling": sampling_hash(self._sampling)}
-        return tuple(s.builder.build(self._episode_id, task_id, segment=i, info=facts) for i, s in enumerate(self._segments))
+        sampled = [s.builder for s in self._segments if s.builder.n_turns]
+        return tuple(b.build(self._episode_id, task_id, segment=i, info=facts) for i, b in enumerate(sampled))
 
 
 def _extends(request: list[Message], tools: list[dict[str, Any]], segment: Segment) -> bool:

@@ -1,4 +1,4 @@
-"""Shared fixtures. The folder goes onto the path because pytest's importlib mode does not put it there."""
+"""Shared fixtures. The repository goes onto the path because pytest's importlib mode does not put it there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from environments.toy_repair import tokenizer
 from harness.chat import Chat

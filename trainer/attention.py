@@ -8,6 +8,7 @@ each other by construction.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -48,11 +49,10 @@ def packed_attention(
     if cu_seqlens is None:
         raise ValueError("packed attention needs cu_seqlens or kv")
     gqa = query.shape[1] != key.shape[1]
+    lengths = [b - a for a, b in pairwise(cu_seqlens)]
     parts = [
-        F.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scale, enable_gqa=gqa
-        )
-        for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.errors import InvariantError
 from harness.trajectory import Trajectory
 
 
@@ -67,9 +68,12 @@ EMPTY = Packed(
 
 
 def pack(trajectories: Sequence[Trajectory], rewards: Sequence[np.ndarray] | None = None) -> Packed:
-    """Lay trajectories end to end. `rewards` replaces their own token rewards."""
+    """Lay trajectories end to end. `rewards` replaces their own token rewards. Raises `InvariantError` on one that cannot be."""
     if not trajectories:
         return EMPTY
+    for t in trajectories:
+        if t.loss_mask[:1].any():
+            raise InvariantError(f"trajectory {t.episode_id} starts with an action, which no state precedes")
     lengths = [len(t) for t in trajectories]
     if rewards is None:
         rewards = [t.token_rewards() for t in trajectories]

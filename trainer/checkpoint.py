@@ -45,6 +45,7 @@ def save(learners: Learners, folder: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         os.replace(part, folder)
+    _forget_empty(learners)
 
 
 def load(learners: Learners, folder: Path) -> None:
@@ -59,3 +60,11 @@ def load(learners: Learners, folder: Path) -> None:
         entry = state[name]
         set_state_dict(model, optimizer.adamw, model_state_dict=entry["model"], optim_state_dict=entry["optimizer"])
         optimizer.steps = entry["steps"]
+    _forget_empty(learners)
+
+
+def _forget_empty(learners: Learners) -> None:
+    """Torch invents one step of AdamW state for an optimizer without any; it would spoil the first real bias correction."""
+    for optimizer in (learners.policy_optimizer, learners.critic_optimizer):
+        if optimizer.steps == 0:
+            optimizer.adamw.state.clear()

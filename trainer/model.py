@@ -63,7 +63,9 @@ def build_policy(folder: Path) -> Policy:
 def random_policy(fields: dict[str, Any], seed: int) -> Policy:
     """The policy with random weights from the fields of a config.json."""
     torch.manual_seed(seed)
-    return Policy(_build(AutoModelForCausalLM, AutoConfig.for_model(**fields)))
+    model = _build(AutoModelForCausalLM, AutoConfig.for_model(**fields))
+    model.config.architectures = [type(model).__name__]  # other readers of the folder find the class by it
+    return Policy(model)
 
 
 def build_critic(folder: Path, bias: float = 0.0) -> Critic:

@@ -6,6 +6,7 @@ gloo on CPU, NCCL on GPU. Losses are divided by global counts and multiplied by 
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,15 +15,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+IDLE = timedelta(days=7)
+"""Ranks wait for the next command inside a collective, for as long as a batch takes to fill. A dead rank ends all by torchrun."""
+
 
 def start(threads: int) -> None:
     """Join the process group that torchrun describes."""
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
+        dist.init_process_group("nccl", timeout=IDLE)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=IDLE)
 
 
 def device() -> torch.device:
@@ -46,7 +50,8 @@ def shard(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     head = getattr(model, "v_head", None)
     if head is not None and dtype != torch.float32:
         fully_shard(head, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32))
-    fully_shard(model, mesh=mesh, mp_policy=mixed)
+    # By default the root keeps its compute copies after a forward; one without backward would then export those.
+    fully_shard(model, mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
     return model
 
 

@@ -94,7 +94,7 @@ def train_step(
     stepped = update_policy and kept > 0 and np.isfinite(policy_norm)
 
     report = metrics.report(metrics.reduce(sums))
-    report |= {f"value/mse_{k}": loss for k, loss in enumerate(losses)} | leak
+    report |= {f"value/mse_{k}": _finite(loss) for k, loss in enumerate(losses)} | leak
     report |= {f"grad/critic_{k}": _finite(norm) for k, norm in enumerate(norms)} | {"grad/policy": _finite(policy_norm)}
     report |= {"batch/action_tokens": actions, "dis/all_masked": float(kept == 0)}
     return {"stepped": bool(stepped), "metrics": report}
@@ -220,7 +220,7 @@ def _leak(batches: list[MicroBatch], before: list[Tensor], algorithm: dict[str, 
         change += float((post - pre).abs().sum())
         size += float(pre.abs().sum())
     change, size = parallel.total(change), parallel.total(size)
-    return {"value/leak": change / size if size else None}
+    return {"value/leak": _finite(change / size) if size else None}
 
 
 def _whiten(batches: list[MicroBatch]) -> None:

@@ -49,8 +49,8 @@ def load_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     elements = {name: 0 for name in parameters}
     for name, tensor in tensors.items():
         match = _EXPERT.fullmatch(name)
-        if match and f"{match[1]}.down_proj" in parameters:
-            expert = int(match[2])
+        fused = parameters.get(f"{match[1]}.down_proj") if match else None
+        if match and fused is not None and (expert := int(match[2])) < len(fused):
             target = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
             view = parameters[target][expert]
             if match[3] != "down":

@@ -85,7 +85,7 @@ class ToyRepairTask:
         self._runs += 1
         self._checked = True
         result = await self._sandbox.exec(
-            f"{self._python} tests/check.py tests/cases.json {case} {case + 1}", timeout_s=COMMAND_S
+            f"{self._python} tests/check.py tests/cases.txt {case} {case + 1}", timeout_s=COMMAND_S
         )
         return ToolResult(result.output.strip())
 
@@ -113,9 +113,9 @@ class ToyRepairTask:
     async def score(self) -> Score:
         """1 if all hidden cases pass in the sandbox as the agent left it, else 0. The runner and the cases are written anew."""
         await self._sandbox.write("tests/check.py", CHECK.encode())
-        await self._sandbox.write("tests/hidden.json", self._task.data["hidden"].encode())
+        await self._sandbox.write("tests/hidden.txt", self._task.data["hidden"].encode())
         result = await self._sandbox.exec(
-            f"{self._python} tests/check.py tests/hidden.json 0 {HIDDEN_CASES}", timeout_s=COMMAND_S
+            f"{self._python} tests/check.py tests/hidden.txt 0 {HIDDEN_CASES}", timeout_s=COMMAND_S
         )
         try:
             verdict = json.loads(result.output.strip().splitlines()[-1])

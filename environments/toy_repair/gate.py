@@ -6,6 +6,7 @@ name is not the first shown one (where the demonstrator's habit is wrong). RL sh
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Sequence
@@ -46,13 +47,13 @@ def _habit_is_right(task: Task) -> bool:
 
 def prompt_before_name(chat: Chat, task: Task) -> tuple[list[int], list[int]]:
     """(tokens up to the name of the first edit, tokens of the right name)."""
-    case = json.loads(task.data["files"]["tests/cases.json"])[0]
-    report = {"want": case["want"], "got": case["args"][task.data["planted"]], **case["args"], "ok": False}
+    args, want = ast.literal_eval(task.data["files"]["tests/cases.txt"])[0]
+    report = {"want": want, "got": args[task.data["planted"]], **args, "ok": False}
     tools = [_named(name) for name in ("run_tests", "read_code", "edit", "finish")]
     opening = chat.opening(task.messages, tools)
     look = chat.encode(call("run_tests")) + [chat.stop_ids[0]]
     seen = [{"role": "tool", "tool_call_id": "call_0_0", "content": json.dumps(report)}]
-    before, _, _ = call("edit", want=case["want"], use=task.data["wanted"]).rpartition(f'"{task.data["wanted"]}"')
+    before, _, _ = call("edit", want=want, use=task.data["wanted"]).rpartition(f'"{task.data["wanted"]}"')
     prompt = opening + look + chat.continuation(task.messages, seen, tools) + chat.encode(before)
     return prompt, chat.encode(f'"{task.data["wanted"]}"')
 

@@ -7,7 +7,6 @@ argument names: one pair in five is kept for the held-out split, so no held-out 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Sequence
 from typing import overload
@@ -24,23 +23,26 @@ HIDDEN_CASES = 3
 PROMPT = "The tests of lib.py fail. Repair it."
 
 CHECK = '''\
-"""Run one group of cases against lib.py and print one JSON line: {"ok": true}, or the first failure."""
-import json, sys
+# Run cases FIRST..LAST of FILE against lib.py and print one JSON line: {"ok": true}, or the first failure.
+# Usage: check.py FILE FIRST LAST. Without imports beyond sys, because it runs thousands of times.
+import sys
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, ".")
-cases = json.load(open(sys.argv[1]))[int(sys.argv[2]):int(sys.argv[3])]
 try:
     from lib import f
-    for case in cases:
-        got = f(**case["args"])
-        if got != case["want"]:
-            print(json.dumps({"want": case["want"], "got": got, **case["args"], "ok": False}))
+    for args, want in eval(open(sys.argv[1]).read())[int(sys.argv[2]):int(sys.argv[3])]:
+        got = f(**args)
+        if type(got) is not int:
+            raise TypeError
+        if got != want:
+            report = {"want": want, "got": got, **args}
+            print("{" + ", ".join(f'"{key}": {value}' for key, value in report.items()) + ', "ok": false}')
             break
     else:
-        print(json.dumps({"ok": True}))
+        print('{"ok": true}')
 except Exception as error:
-    print(json.dumps({"error": type(error).__name__, "ok": False}))
+    print(f'{{"error": "{type(error).__name__}", "ok": false}}')
 '''
 
 
@@ -58,9 +60,9 @@ def make_task(split: Split, seed: int, index: int) -> Task:
         if held_out(planted, wanted) == (split == "heldout"):
             break
 
-    def case() -> dict[str, object]:
-        args = dict(zip(names, rng.sample(NUMBERS, ARGUMENTS), strict=True))
-        return {"args": args, "want": args[wanted]}
+    def cases(count: int) -> list[tuple[dict[str, int], int]]:
+        drawn = [dict(zip(names, rng.sample(NUMBERS, ARGUMENTS), strict=True)) for _ in range(count)]
+        return [(args, args[wanted]) for args in drawn]
 
     return Task(
         id=f"toy_repair/{split}/{seed}/{index}",
@@ -72,9 +74,9 @@ def make_task(split: Split, seed: int, index: int) -> Task:
             "files": {
                 "lib.py": f"def f({', '.join(names)}):\n    return {planted}\n",
                 "tests/check.py": CHECK,
-                "tests/cases.json": json.dumps([case() for _ in range(VISIBLE_CASES)]),
+                "tests/cases.txt": repr(cases(VISIBLE_CASES)),
             },
-            "hidden": json.dumps([case() for _ in range(HIDDEN_CASES)]),
+            "hidden": repr(cases(HIDDEN_CASES)),
         },
     )
 

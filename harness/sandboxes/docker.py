@@ -343,7 +343,7 @@ class Engine:
         except self._refusal as error:
             hint = f"pull, load or build it under that name: `docker image inspect {image}` must find it"
             raise SandboxError(f"image {image} is missing and cannot be pulled: {error}", hint=hint) from error
-        return str(found["Config"]["WorkingDir"] or "/work")
+        return str(found["Config"]["WorkingDir"] or "/sandbox")
 
     def boot(self, container: dict[str, Any]) -> str:
         """Create and start a container; its id."""

@@ -179,7 +179,7 @@ class ProcessSandbox:
         self._make_folders()  # a command may have removed them
         loop = asyncio.get_running_loop()
         environment = {
-            "PATH": os.environ.get("PATH", os.defpath),
+            "PATH": os.pathsep.join((os.path.join(sys.base_exec_prefix, "bin"), os.environ.get("PATH", os.defpath))),
             "HOME": str(self._work),
             "TMPDIR": str(self._tmp),
             "LANG": "C.UTF-8",

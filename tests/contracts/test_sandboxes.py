@@ -547,7 +547,7 @@ def toy_outputs(kind: str) -> list[ExecResult]:
             for index in range(4):
                 task, sandbox = make_task("train", 0, index), await provider.acquire(TASK)
                 head = task.data["files"]["lib.py"].split("\n")[0]
-                for path, text in {**task.data["files"], "tests/hidden.json": task.data["hidden"]}.items():
+                for path, text in {**task.data["files"], "tests/hidden.txt": task.data["hidden"]}.items():
                     await sandbox.write(path, text.encode())
                 for value in (task.data["planted"], task.data["wanted"], "nothing", "("):
                     await sandbox.write("lib.py", f"{head}\n    return {value}  # the test wants 3\n".encode())

@@ -111,7 +111,7 @@ def test_dis_policy_coefficients() -> None:
 def test_policy_metrics() -> None:
     case, kl = GOLDEN["dis"][0], GOLDEN["kl"]
     columns = [torch.tensor([t[key] for t in case["tokens"]]) for key in ("logp_train", "logp_rollout", "advantage")]
-    inputs = PolicyLossInput(*columns, mask=torch.ones(5, dtype=torch.bool))
+    inputs = PolicyLossInput(*columns, torch.ones(5, dtype=torch.bool))
     band = {"eps_low": case["eps_low"], "eps_high": case["eps_high"]}
     sums = Sums()
     add_policy(sums, inputs, dis_loss(inputs, **band), torch.tensor([0, 1, 1, 1, 0]), torch.ones(5), **band)

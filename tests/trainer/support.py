@@ -17,7 +17,7 @@ from harness.config import AlgorithmConfig, OptimizerConfig
 from harness.trajectory import Trajectory, TrajectoryBuilder
 from trainer import parallel
 from trainer.freeze import freeze
-from trainer.model import Critic, Policy, build_critic, random_policy
+from trainer.model import Critic, Policy, build_critic, build_policy, random_policy
 from trainer.optimizer import Optimizer
 from trainer.step import Learners, train_step
 from trainer.weights import export, write_file
@@ -98,7 +98,7 @@ def batch(seed: int, n: int = 6) -> list[Trajectory]:
     """`n` trajectories of very different lengths, both rewards among them."""
     rng = random.Random(seed)
     made = [trajectory(rng, f"{seed}-{i}", prompt=rng.randint(1, 9), turns=rng.randint(1, 5)) for i in range(n)]
-    made[0], made[1] = made[0].judged(1.0), made[1].judged(0.0)
+    made[0], made[-1] = made[0].judged(1.0), made[-1].judged(0.0)
     return made
 
 
@@ -139,6 +139,19 @@ def optimizer(**changes: Any) -> dict[str, Any]:
     return OptimizerConfig(**({"lr": 1e-2, "clip": 1e9} | changes)).model_dump()
 
 
+class Recorded(Optimizer):
+    """The real optimizer, which keeps a copy of the gradients that it was given."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[dict[str, Tensor]] = []
+
+    def step(self, scale: float = 1.0) -> float:
+        """A collective."""
+        self.seen.append({name: whole(p.grad) for name, p in self.model.named_parameters() if p.grad is not None})
+        return super().step(scale)
+
+
 def learners(
     folder: Path,
     *,
@@ -149,17 +162,15 @@ def learners(
     dtype: torch.dtype = torch.float32,
 ) -> Learners:
     """Sharded policy and critic from a model folder, as `Worker.init` builds them but with a head that is not zero."""
-    from trainer.model import build_policy
-
     actor, critic = build_policy(folder), critic_of(folder, seed)
     freeze(critic, trainable)
     parallel.shard(actor, dtype)
     parallel.shard(critic, dtype)
     return Learners(
         actor,
-        Optimizer(actor, policy_optimizer or optimizer()),
+        Recorded(actor, policy_optimizer or optimizer()),
         critic,
-        Optimizer(critic, critic_optimizer or optimizer(), 3.0),
+        Recorded(critic, critic_optimizer or optimizer(), 3.0),
     )
 
 
@@ -191,10 +202,26 @@ def state(made: Learners) -> dict[str, Tensor]:
     return {f"{who}.{n}": p for who in ("policy", "critic") for n, p in parameters(getattr(made, who)).items()}
 
 
+def gradients(made: Learners) -> dict[str, Tensor]:
+    """Every gradient that either optimizer was given, in order."""
+    out = {}
+    for who, optimizer in (("policy", made.policy_optimizer), ("critic", made.critic_optimizer)):
+        assert isinstance(optimizer, Recorded)
+        out |= {f"{who}.{i}.{n}": g for i, seen in enumerate(optimizer.seen) for n, g in seen.items()}
+    return out
+
+
 def spread(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     """The largest difference."""
     assert before.keys() == after.keys()
     return max(float((before[n] - after[n]).abs().max()) for n in before)
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference of two gradients, relative to the largest element."""
+    size = max(float(g.abs().max()) for g in theirs.values())
+    assert size > 0
+    return spread(ours, theirs) / size
 
 
 def equal(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:

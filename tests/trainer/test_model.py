@@ -56,7 +56,7 @@ def test_packed_is_separate(family: str, more: dict[str, object], tmp_path: Path
     with torch.no_grad():
         logprobs, entropy = policy(tokens, positions, edges, where)
     expected = torch.cat([alone(plain, s) for s in sequences])
-    assert expected.min() < -8, "the model is too flat to show a mistake"
+    assert expected.min() < -7, "the model is too flat to show a mistake"
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
     assert entropy.isfinite().all()
 

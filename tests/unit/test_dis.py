@@ -70,7 +70,8 @@ def test_keep_and_weight_do_not_see_the_sign_of_the_advantage(seed: int, band: t
     inputs = random_inputs(seed)
     flipped = PolicyLossInput(inputs.logprobs, inputs.rollout_logprobs, -inputs.advantages, inputs.mask)
     a, b = (dis_loss(x, eps_low=band[0], eps_high=band[1]) for x in (inputs, flipped))
-    assert torch.equal(a.keep, b.keep) and torch.equal(a.weight, b.weight)
+    assert torch.equal(a.keep, b.keep)
+    assert torch.equal(a.weight, b.weight)
     assert torch.equal(gradient(a, inputs), -gradient(b, flipped))
 
 
@@ -95,9 +96,18 @@ def test_eps_low_1_has_no_lower_bound() -> None:
 @pytest.mark.parametrize("delta", [1000.0, -1000.0, math.inf, -math.inf, math.nan])
 def test_wild_log_ratios_stay_finite(delta: float, eps_low: float, mask: bool) -> None:
     output, g = single(delta, eps_low, 5.0, mask)
-    assert output.token_loss.isfinite().all() and output.weight.isfinite().all() and g.isfinite().all()
+    assert output.token_loss.isfinite().all()
+    assert output.weight.isfinite().all()
+    assert g.isfinite().all()
     assert output.keep.item() == (mask and eps_low == 1.0 and delta == -1000.0)
     assert g.item() == 0.0
+
+
+@pytest.mark.parametrize("delta", [math.inf, -math.inf, math.nan])
+def test_an_unbounded_band_still_rejects_what_is_not_finite(delta: float) -> None:
+    output, g = single(delta, 1.0, math.inf)
+    assert not output.keep.item()
+    assert output.token_loss.item() == g.item() == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -115,18 +125,24 @@ def test_a_non_finite_trainer_logprob_is_rejected(bad: float) -> None:
     inputs = PolicyLossInput(logprobs, torch.tensor([-1.0, -1.0]), torch.ones(2), torch.ones(2, dtype=torch.bool))
     output = dis_loss(inputs, eps_low=0.3, eps_high=5.0)
     assert output.keep.tolist() == [True, False]
-    assert output.token_loss.isfinite().all() and gradient(output, inputs).tolist() == [-1.0, 0.0]
+    assert output.token_loss.isfinite().all()
+    assert gradient(output, inputs).tolist() == [-1.0, 0.0]
 
 
 def test_all_rejected_is_a_zero_loss_with_a_backward_pass() -> None:
     output, g = single(10.0, 0.3, 5.0)
-    assert output.token_loss.requires_grad and output.token_loss.item() == 0.0 and g.item() == 0.0
+    assert output.token_loss.requires_grad
+    assert output.token_loss.item() == 0.0
+    assert g.item() == 0.0
 
 
 def test_bf16_logprobs_are_compared_in_fp32() -> None:
-    inputs = PolicyLossInput(torch.zeros(1).bfloat16(), torch.tensor([-1.792]), torch.ones(1), torch.tensor([True]))
-    assert not dis_loss(inputs, eps_low=0.3, eps_high=5.0).keep.item()
-    assert torch.tensor(1.792).bfloat16().item() < math.log(6), "the case would not tell the dtypes apart"
+    logprobs, rollout = torch.tensor([-0.006]).bfloat16(), torch.tensor([-1.796875]).bfloat16()
+    output = dis_loss(PolicyLossInput(logprobs, rollout, torch.ones(1), torch.tensor([True])), eps_low=0.3, eps_high=5.0)
+    assert output.keep.item()
+    assert output.token_loss.dtype == output.weight.dtype == torch.float32
+    delta = logprobs - rollout
+    assert not delta < delta.new_tensor(math.log(6)), "the case would not tell the dtypes apart"
 
 
 def test_value_loss() -> None:
@@ -135,5 +151,6 @@ def test_value_loss() -> None:
     loss = value_loss(values, targets, torch.tensor([True, False, True, False]))
     loss.sum().backward()  # type: ignore[no-untyped-call]
     assert loss.tolist() == [0.25, 0.0, 1.0, 0.0]
-    assert values.grad is not None and values.grad.tolist() == [-1.0, 0.0, 2.0, 0.0]
+    assert values.grad is not None
+    assert values.grad.tolist() == [-1.0, 0.0, 2.0, 0.0]
     assert targets.grad is None

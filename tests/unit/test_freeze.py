@@ -134,7 +134,8 @@ def test_freezing_is_undone_by_none() -> None:
     model = TinyCritic("llama")
     freeze(model, "mlp_only")
     report = freeze(model, "none")
-    assert report.frozen == [] and all(p.requires_grad for p in model.parameters())
+    assert report.frozen == []
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_an_unknown_parameter_stops_before_anything_changes() -> None:

@@ -194,7 +194,8 @@ def test_one_long_row_among_many_short_ones() -> None:
     rewards = torch.where(mask, torch.rand(len(mask), generator=rng), 0.0) * 1e-3
     counts = torch.tensor([int(mask[a:b].sum()) for a, b in pairwise(cu)])
     lam = length_adaptive_lambda(counts, 1.5)
-    assert lam.dtype == torch.float64 and lam[300] > 0.9999
+    assert lam.dtype == torch.float64
+    assert lam[300] > 0.9999
     actual = skip_observation_gae(values, rewards, mask, cu, gamma=1.0, lam=lam)
     expected = naive(values, rewards, mask, cu, 1.0, lam, torch.zeros(len(lengths)))
     torch.testing.assert_close(actual.double(), expected, atol=1e-6, rtol=1e-6)

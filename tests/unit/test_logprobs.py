@@ -63,7 +63,8 @@ def test_no_tokens_still_give_a_backward_pass() -> None:
     logprobs, entropy = token_logprobs(hidden, head, labels)
     assert logprobs.shape == entropy.shape == (0,)
     (g,) = torch.autograd.grad(logprobs.sum(), head)
-    assert g.shape == head.shape and g.count_nonzero() == 0
+    assert g.shape == head.shape
+    assert g.count_nonzero() == 0
 
 
 def test_no_tensor_of_all_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_formulas_on_plain_lists() -> None:
     error = b["values"][mask].double() - b["targets"][mask].double()
     rows = torch.repeat_interleave(torch.arange(5), b["lengths"])[mask].tolist()
     versions = [{s for s, r in zip(b["staleness"][mask].tolist(), rows, strict=True) if r == row} for row in set(rows)]
-    expected = {
+    expected: dict[str, Any] = {
         "dis/mask_frac": 1 - kept.double().mean(),
         "dis/mask_low": (rho <= 0.7).double().mean(),
         "dis/mask_high": (rho >= 6.0).double().mean(),

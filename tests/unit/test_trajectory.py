@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import trajectory
+from tests.support import trajectory
 
 from harness.errors import InvariantError
 from harness.trajectory import Span, Trajectory, TrajectoryBuilder

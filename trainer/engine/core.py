@@ -8,6 +8,7 @@ reused only if all of it was computed under the current version.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -81,19 +82,25 @@ class EngineCore:
         return len(self._running), len(self._waiting)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a request. Raises `ValueError` if it cannot fit or asks for nothing."""
+        """Queue a request. Raises `ValueError` if it cannot fit, asks for nothing or would break a step for all."""
         if not sequence.tokens or sequence.max_tokens < 1:
             raise ValueError("a request needs at least one prompt token and max_tokens >= 1")
+        if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < self.model.config.vocab_size:
+            raise ValueError(f"token ids must be in [0, {self.model.config.vocab_size})")
+        if not 0.0 <= sequence.temperature < math.inf:
+            raise ValueError(f"temperature is {sequence.temperature}")
         if len(sequence.tokens) + sequence.max_tokens > self.max_len:
             raise ValueError(f"{len(sequence.tokens)} prompt + {sequence.max_tokens} new tokens exceed {self.max_len}")
         self._waiting.append(sequence)
 
     def set_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Replace all weights between steps."""
-        load_tensors(self.model, tensors)
-        self.version = version
         for slot in self._slot_version:
             self._slot_version[slot] = None
+        for cached in self._free:
+            cached.version = None
+        load_tensors(self.model, tensors)
+        self.version = version
 
     @torch.inference_mode()
     def score(self, tokens: list[int]) -> list[float]:

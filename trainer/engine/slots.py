@@ -30,7 +30,7 @@ class KVSlots:
         self.max_len = max_len
         self._shape = (layers, slots, kv_heads, head_dim)
         self._keys = self._empty(min(256, max_len))
-        self._values = torch.empty_like(self._keys)
+        self._values = torch.zeros_like(self._keys)  # zeros: a masked position has weight 0, and 0 * garbage may be NaN
         self._rows: list[Row] = []
 
     def _empty(self, capacity: int) -> Tensor:

@@ -31,7 +31,8 @@ def dis_loss(inputs: PolicyLossInput, *, eps_low: float, eps_high: float) -> Pol
     low, high = log_band(eps_low, eps_high)
     # Select before exp: a masked infinity times zero would be NaN, in the loss or in its gradient.
     delta = torch.where(inputs.mask, logprobs.detach() - inputs.rollout_logprobs.float(), 0.0)
-    keep = inputs.mask & delta.isfinite() & (delta > delta.new_tensor(low)) & (delta < delta.new_tensor(high))
+    # Strict comparisons also reject NaN, and either infinity against an infinite bound.
+    keep = inputs.mask & (delta > delta.new_tensor(low)) & (delta < delta.new_tensor(high))
     weight = torch.where(keep, torch.where(keep, delta, 0.0).exp(), 0.0)
     coefficient = torch.where(keep, weight * inputs.advantages.detach().float(), 0.0)
     return PolicyLossOutput(token_loss=-coefficient * torch.where(keep, logprobs, 0.0), keep=keep, weight=weight)

@@ -1,0 +1,158 @@
+"""Invariants 1 to 3 over random conversations: the tokens that the engine consumed and produced are the tokens recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import PlayedEngine, Raw, session_of, tool_call
+
+from harness.chat import Chat
+from harness.errors import EngineError, EpisodeEnd
+from harness.protocols import Message
+
+VOCABULARY = 330
+LOGPROB = st.floats(-50, 0, width=32)
+WORDS = st.text(max_size=8) | st.sampled_from(["<|im_end|>", "<|im_start|>user\n", "\n", "", "␞answer␞", "{{ x }}"])
+
+
+@dataclass
+class Turn:
+    """One model call: what happens before it, what it samples, what follows."""
+
+    raw: Raw
+    text: str
+    stopped: bool
+    fails_first: bool
+    repeated: bool
+    rewrites: bool
+    echo: str
+    after: list[Message] = field(default_factory=list)
+
+
+@st.composite
+def turns(draw: Any) -> Turn:
+    """A turn of random ids, or of text with calls in it."""
+    text = draw(st.sampled_from(["", *TEXTS]))
+    ids = [] if text else draw(st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=12))
+    stopped = draw(st.booleans())
+    n = len(ids) + stopped
+    raw = Raw(
+        ids,
+        "stop" if stopped else draw(st.sampled_from(["stop", "stop", "length"])),
+        draw(st.lists(LOGPROB, min_size=n, max_size=n)),
+        draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)),
+    )
+    roles = st.sampled_from(["tool", "user", "system", "assistant"])
+    after = [{"role": draw(roles), "content": draw(WORDS)} for _ in range(draw(st.integers(0, 3)))]
+    flags = [draw(st.integers(0, 4)) == 0 for _ in range(3)]
+    return Turn(raw, text, stopped, *flags, draw(st.sampled_from(["same", "reserialised", "emptied"])), after)
+
+
+TEXTS = [
+    'ok<tool_call>\n{"name": "edit", "arguments": {"use": "a", "want":  3}}\n</tool_call>',
+    "<tool_call>{broken</tool_call>" + tool_call("run_tests", "{}"),
+    "<tool_call>",
+    "é✓",
+]
+
+
+def echoed(message: Message, how: str) -> Message:
+    """The assistant message as an agent may send it back."""
+    if how == "same":
+        return message
+    calls = []
+    for call in message.get("tool_calls", ()):
+        try:
+            text = json.dumps(json.loads(call["function"]["arguments"]), separators=(",", ":"), sort_keys=True)
+        except ValueError:
+            text = "{}"
+        calls.append({"id": call["id"], "type": "function", "function": {"name": "other", "arguments": text}})
+    return {"role": "assistant", "content": "" if how == "emptied" else message["content"] + " ", "tool_calls": calls}
+
+
+def glue(chat: Chat, messages: list[Message]) -> list[int]:
+    """What follows a sampled stop token, written by hand."""
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return chat.encode("\n" + text + "<|im_start|>assistant\n")
+
+
+@given(plan=st.lists(turns(), min_size=1, max_size=6))
+@settings(max_examples=150)
+def test_the_record_is_what_the_engine_saw(chat: Chat, plan: list[Turn]) -> None:
+    stop = chat.stop_ids[0]
+    script: list[Any] = []
+    for turn in plan:
+        if turn.text:
+            turn.raw.ids = chat.encode(turn.text)
+            n = len(turn.raw.ids) + turn.stopped
+            turn.raw.logprobs, turn.raw.versions = [-0.5] * n, list(range(n))
+        if turn.stopped:
+            turn.raw.ids = [*turn.raw.ids, stop]
+        script += [EngineError("once")] * turn.fails_first + [turn.raw]
+    engine = PlayedEngine(chat, script)
+    session = session_of(chat, engine)
+    record: list[list[tuple[list[int], Raw | None]]] = []
+
+    async def play() -> None:
+        messages: list[Message] = [{"role": "user", "content": "start"}]
+        new = chat.encode("<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\n")
+        fork = True
+        for number, turn in enumerate(plan):
+            if turn.fails_first:
+                with pytest.raises(EngineError):
+                    await session.complete(messages)
+            try:
+                reply = await session.complete(messages)
+            except EpisodeEnd:
+                assert turn.raw.finish == "length"
+                reply = None
+            if fork:
+                record.append([])
+            record[-1] += [(new, None), (turn.raw.ids, turn.raw)]
+            if reply is None:
+                return
+            assert turn.raw.finish == "stop"
+            if turn.repeated:
+                assert await session.complete([dict(m) for m in messages]) is reply
+            if turn.rewrites:
+                messages = [{"role": "user", "content": f"summary {number}"}]
+                new = chat.encode(f"<|im_start|>user\nsummary {number}<|im_end|>\n<|im_start|>assistant\n")
+            else:
+                messages = [*messages, echoed(reply.message(), turn.echo), *turn.after]
+                new = [stop] * (turn.raw.ids[-1] != stop) + glue(chat, turn.after)
+            fork = turn.rewrites
+
+    asyncio.run(play())
+
+    # The engine consumed exactly the stored prefix, call by call.
+    calls = iter(zip(engine.requests, engine.generations, strict=True))
+    for segment in record:
+        prefix: list[int] = []
+        for ids, raw in segment:
+            if raw is not None:
+                request, generation = next(calls)
+                assert request.token_ids == prefix
+                assert generation.token_ids == ids
+            prefix = prefix + ids
+    assert next(calls, None) is None
+
+    # The trajectories are the concatenation, with mask, log-probs and versions of what was sampled.
+    trajectories = session.trajectories("t", {})
+    assert [t.segment for t in trajectories] == list(range(len(record)))
+    for t, segment in zip(trajectories, record, strict=True):
+        assert t.tokens.tolist() == [x for ids, _ in segment for x in ids]
+        assert t.loss_mask.tolist() == [raw is not None for ids, raw in segment for _ in ids]
+        sampled = [raw for _, raw in segment if raw is not None]
+        np.testing.assert_array_equal(
+            t.rollout_logprobs[t.loss_mask], np.float32([x for raw in sampled for x in raw.logprobs or ()])
+        )
+        assert t.policy_versions[t.loss_mask].tolist() == [x for raw in sampled for x in raw.versions or ()]
+        assert t.n_turns == len(sampled)
+        assert [s.turn for s in t.spans if s.kind == "action"] == list(range(len(sampled)))

@@ -1,0 +1,112 @@
+"""What one rank and two ranks must compute alike. Runs in the tests' own process, and as a torchrun program:
+
+    torchrun cases.py MODEL FOLDER        writes FOLDER/results.pt and FOLDER/checkpoint
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.trainer import support
+from trainer import checkpoint, parallel, sft, value
+from trainer.optimizer import Optimizer
+from trainer.weights import export
+
+Result = dict[str, Any]
+LR = {"policy_optimizer": support.optimizer(lr=1e-3), "critic_optimizer": support.optimizer(lr=1e-3)}
+
+
+def _steps(folder: Path, sizes: list[int], **changes: Any) -> Result:
+    made = support.learners(folder, **LR)
+    reports = [support.step(made, support.batch(i, n), **changes) for i, n in enumerate(sizes)]
+    return {"reports": reports, "gradients": support.gradients(made), "state": support.state(made)}
+
+
+def even(folder: Path) -> Result:
+    """Two steps on batches that fill both ranks."""
+    return _steps(folder, [6, 7], algorithm=support.algorithm(eps_low=0.9, eps_high=2.0))
+
+
+def uneven(folder: Path) -> Result:
+    """Small micro-batches, whitening and bootstrap: ranks hold different numbers of action tokens and of micro-batches."""
+    algorithm = support.algorithm(advantage_norm="global_mean_std", truncation="bootstrap", lam_value=0.9)
+    return _steps(folder, [5, 3], algorithm=algorithm, micro_batch_tokens=30)
+
+
+def single(folder: Path) -> Result:
+    """One trajectory: the second rank has nothing but empty micro-batches."""
+    return _steps(folder, [1, 1])
+
+
+def rejected(folder: Path) -> Result:
+    """Nothing inside the band: no step, on any rank."""
+    return _steps(folder, [4], algorithm=support.algorithm(eps_low=1e-7, eps_high=1e-7))
+
+
+def pretrained(folder: Path) -> Result:
+    """Value pre-training."""
+    critic = support.critic_of(folder)
+    parallel.shard(critic, torch.float32)
+    trajectories = [t for i in range(4) for t in support.batch(i, 6)]
+    settings = {"heldout": 0.3, "batch": 5, "epochs": 2, "optimizer": support.optimizer(lr=1e-3), "head_lr_mult": 2.0}
+    report = value.pretrain(critic, trajectories, settings, budget=40, seed=1)
+    return {"reports": [report], "state": support.parameters(critic)}
+
+
+def imitated(folder: Path) -> Result:
+    """A supervised loss with uneven weights, also when there are fewer examples than ranks."""
+    out: Result = {"state": {}}
+    for n in (1, 5):
+        policy = support.learners(folder).policy
+        loss = sft.weighted_loss(policy, [sft.demonstration(t, 0.3) for t in support.batch(2, n)], 40)
+        Optimizer(policy, support.optimizer(lr=1e-3)).step()
+        out["state"] |= {f"{n}.{name}": p for name, p in support.parameters(policy).items()} | {f"{n}.loss": torch.tensor(loss)}
+    return out
+
+
+def exported(folder: Path) -> Result:
+    """Names and whole tensors on every rank."""
+    made = support.learners(folder)
+    return {"state": {n: t.clone() for n, t in export(made.policy.model)} | {n: t.clone() for n, t in export(made.critic)}}
+
+
+CASES: list[Callable[[Path], Result]] = [even, uneven, single, rejected, pretrained, imitated, exported]
+
+
+def resumed(folder: Path, at: Path) -> Result:
+    """A checkpoint in the middle; then one more step."""
+    made = support.learners(folder, **LR)
+    support.step(made, support.batch(0, 5), update_policy=False)
+    support.step(made, support.batch(1, 5))
+    checkpoint.save(made, at)
+    return continued(made)
+
+
+def continued(made: Any) -> Result:
+    """The step after the checkpoint."""
+    report = support.step(made, support.batch(2, 5))
+    return {"reports": [report], "state": support.state(made)}
+
+
+def main() -> None:
+    """All cases under torchrun."""
+    model, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    parallel.start(1)
+    results = {case.__name__: case(model) for case in CASES}
+    results["resumed"] = resumed(model, folder / "checkpoint")
+    again = support.learners(model, seed=5, **LR)
+    checkpoint.load(again, folder / "checkpoint")
+    results["again"] = continued(again)
+    results["idle_s"] = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    torch.save(results, folder / f"results-{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

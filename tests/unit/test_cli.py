@@ -1,0 +1,181 @@
+"""The command line: every mistake a user can make is one `error:` line and one `hint:` line, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from environments.toy_repair import tokenizer
+from harness.config import load_config
+from harness.ledger import Ledger
+from harness.rundir import RunDir
+from tests.support import episode
+
+ROOT = Path(__file__).parents[2]
+SAO = [sys.executable, "-c", "import sys; sys.argv[0] = 'sao'; from harness.cli import main; main()"]
+
+
+def sao(*arguments: object, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SAO, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> None:
+    said = done.stderr
+    assert done.returncode == code, said
+    assert "Traceback" not in said
+    lines = said.splitlines()
+    assert sum(line.startswith("error: ") for line in lines) == 1, said
+    assert sum(line.startswith("hint: ") for line in lines) == 1, said
+    for word in words:
+        assert word in said
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A valid file beside a model folder whose weights are empty: good enough until an engine starts."""
+    tokenizer.write(tmp_path / "model")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
+    path = tmp_path / "c.toml"
+    path.write_text(
+        f'[model]\npath = "{tmp_path / "model"}"\n[environment]\nid = "toy_repair"\n[sandbox]\nid = "memory"\n[agent]\nid = "tool_loop"\n'
+    )
+    return path
+
+
+@pytest.fixture
+def run(config: Path) -> Path:
+    """A stopped run's folder."""
+    made = RunDir.create(load_config(config, [f"run_dir='{config.parent / 'runs'}'"]), "train")
+    ledger = Ledger(made.path)
+    for name in ("a", "b"):
+        ledger.dispatch(name, "train", "t", 0, 1, 0)
+    ledger.complete(episode("a"), 0, "pending")
+    ledger.drop("b", None, "too stale")
+    ledger.close()
+    made.close()
+    return made.path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train"], ["no configuration"]),
+        (["train", "none.toml"], ["none.toml", "No such file"]),
+        (["train", "."], ["directory"]),
+        (["train", "c.toml", "step=3"], ["`step`", "`steps`"]),
+        (["train", "c.toml", "rollout.concurency=3"], ["`rollout.concurency`", "`concurrency`"]),
+        (["train", "c.toml", "environment.sed=3"], ["`environment.sed`", "`seed`"]),
+        (["train", "c.toml", "steps=many"], ["`steps`", "'many'"]),
+        (["train", "c.toml", "steps"], ["key=value"]),
+        (["train", "c.toml", "model.path=gone"], ["`model.path`", "config.json"]),
+        (["train", "c.toml", "environment.id=toy_repare"], ["toy_repare", "toy_repair"]),
+        (["train", "c.toml", "environment.id=no.such:Env"], ["no.such"]),
+        (["train", "c.toml", "environment.id=':Env'"], [":Env"]),
+        (["train", "c.toml", "--dry-run", "rollout.eta=-1"], ["`rollout.eta`"]),
+        (["train", "c.toml", "run_dir=c.toml"], ["run folder", "run_dir"]),
+        (["train", "--resume", "gone"], ["gone is not a run folder"]),
+        (["train", "--resume", "."], ["is not a run folder"]),
+        (["train", "c.toml", "--resume", "gone"], ["--resume"]),
+        (["sft", "c.toml"], ["[sft]"]),
+        (["pretrain-value", "c.toml"], ["[value]"]),
+        (["status", "gone"], ["is not a run folder"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_bad_input(config: Path, arguments: list[str], words: list[str]) -> None:
+    refused(sao(*arguments, folder=config.parent), *words)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["trian"], ["train", "--dryrun"], ["status"], ["train", "--resume"]], ids=lambda value: " ".join(value)
+)
+def test_bad_usage_is_explained(tmp_path: Path, arguments: list[str]) -> None:
+    done = sao(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert "error: " in done.stderr
+    assert "usage: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_docker_that_is_not_there(config: Path) -> None:
+    done = sao("train", config, "sandbox.id=docker", folder=config.parent, DOCKER_HOST="unix:///nowhere/docker.sock")
+    refused(done, "ocker")
+
+
+def test_a_dry_run_prints_the_resolved_configuration_and_starts_nothing(config: Path) -> None:
+    done = sao("train", config, "--dry-run", "steps=3", folder=config.parent)
+    assert done.returncode == 0, done.stderr
+    again = config.parent / "again.toml"
+    again.write_text(done.stdout)
+    assert load_config(again) == load_config(config, ["steps=3"])
+    assert not (config.parent / "runs").exists()
+
+
+def test_overrides_may_stand_on_both_sides_of_a_flag(config: Path) -> None:
+    done = sao("train", "--dry-run", config, "steps=3", "seed=4", folder=config.parent)
+    assert done.returncode == 0
+    assert "steps = 3\n" in done.stdout
+    done = sao("train", config, "seed=4", "--dry-run", "steps=3", folder=config.parent)
+    assert done.returncode == 0, done.stderr
+    assert "steps = 3\n" in done.stdout
+    assert "seed = 4\n" in done.stdout
+
+
+def test_status(run: Path) -> None:
+    done = sao("status", run, folder=run.parent)
+    assert done.returncode == 0
+    assert '"pending": 1' in done.stdout
+    assert "too stale" in done.stdout
+
+
+def test_status_of_a_torn_ledger(run: Path) -> None:
+    (run / "ledger.sqlite").write_bytes(b"garbage " * 100)
+    for extra in run.glob("ledger.sqlite-*"):
+        extra.unlink()
+    refused(sao("status", run, folder=run.parent), "ledger.sqlite")
+
+
+def test_a_run_in_use_is_not_resumed(run: Path) -> None:
+    held, _ = RunDir.resume(run)
+    try:
+        refused(sao("train", "--resume", run, folder=run.parent), "in use")
+    finally:
+        held.close()
+
+
+def test_a_run_is_resumed_from_any_folder(run: Path, tmp_path: Path) -> None:
+    """The saved configuration is resolved: it must not depend on where the command is given."""
+    config = tmp_path / "relative.toml"
+    config.write_text((tmp_path / "c.toml").read_text().replace(str(tmp_path / "model"), "model"))
+    done = sao("train", config, "--dry-run", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    saved = tmp_path / "saved.toml"
+    saved.write_text(done.stdout)
+    (tmp_path / "elsewhere").mkdir()
+    done = sao("train", saved, "--dry-run", folder=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_foreign_package_under_one_of_our_names_is_named(tmp_path: Path) -> None:
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "__init__.py").touch()
+    done = sao("status", "x", folder=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    refused(done, "`agents`", str(tmp_path))
+
+
+def test_version(tmp_path: Path) -> None:
+    done = sao("--version", folder=tmp_path)
+    assert (done.returncode, done.stdout.count(".")) == (0, 2)
