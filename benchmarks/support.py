@@ -17,7 +17,7 @@ from harness.chat import Chat
 from harness.engines.scripted import ScriptedEngine
 from harness.episode import Stage
 from harness.parsers import hermes
-from harness.protocols import Generation, GenerateRequest, Sandbox, Tool, ToolResult
+from harness.protocols import GenerateRequest, Generation, Sandbox, Tool, ToolResult
 from harness.sandboxes.memory import MemorySandboxes
 from harness.session import TokenSession
 from harness.task import Limits, Score, Split, Task

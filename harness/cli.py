@@ -25,7 +25,12 @@ from harness.rundir import RunDir
 
 def main() -> None:
     """Entry point."""
-    args = _parser().parse_args()
+    parser = _parser()
+    args, rest = parser.parse_known_args()
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse leaves over what stands behind a flag
+        args.overrides += rest
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
         check_imports()

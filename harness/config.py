@@ -6,16 +6,20 @@ Flows in: a TOML file and `key=value` overrides. Flows out: a `Config`, saved as
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from harness.errors import ConfigError
 from harness.registry import config_error, find, load_object, plugin_config
 from harness.task import Limits
+
+Folder = Annotated[str, AfterValidator(os.path.abspath)]
+"""A path that is saved absolute, so that a run can be resumed from anywhere."""
 
 
 class Section(BaseModel):
@@ -89,7 +93,7 @@ class OptimizerConfig(Section):
 class CriticConfig(Section):
     """The value model: a copy of the policy's backbone with a scalar head."""
 
-    init: str | None = None
+    init: Folder | None = None
     """Folder of a pre-trained critic; None starts from the policy, with value pre-training if `[value]` is given."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6, warmup_steps=10)
     head_lr_mult: float = Field(1.0, gt=0)
@@ -152,25 +156,37 @@ class ValueConfig(Section):
     head_lr_mult: float = Field(1.0, gt=0)
 
 
+class CorpusPhase(Section):
+    """One phase of a curriculum: texts of these levels until the smoothed loss of the highest is below `loss`."""
+
+    levels: list[int]
+    loss: float = Field(gt=0)
+
+
 class SftConfig(Section):
     """Supervised warm start: loss on the action spans of demonstrations."""
 
     script: str | None = None
     """Demonstrator: `module:attr` of a script (`harness.engines.scripted`), played by the agent in the environment."""
-    run: str | None = None
+    run: Folder | None = None
     """Demonstrations already stored instead: a run folder."""
     episodes: int = Field(4_000, ge=1)
     sandbox: Plugin = Plugin(id="process")
     """Where the demonstrator acts."""
     corpus: str | None = None
-    """`module:attr` of a function (random numbers) -> [(text, carries loss)] that teaches a skill first."""
-    corpus_loss: float = Field(0.1, gt=0)
-    """The skill is there when its smoothed loss is below this; if it never is, the gate stops the run."""
+    """`module:attr` of a function (random numbers, level) -> [(text, carries loss)] that teaches a skill first."""
+    corpus_phases: list[CorpusPhase] = []
+    """The curriculum."""
+    corpus_optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3, weight_decay=0.0, warmup_steps=50)
+    corpus_muon_lr: float = Field(0.02, gt=0)
+    """Learning rate of Muon on the attention matrices while the skill is taught."""
+    corpus_batch: int = Field(64, ge=1)
     corpus_max_steps: int = Field(1_000, ge=1)
-    corpus_warmup: int = Field(50, ge=0)
+    """If the last phase is not done by then, the gate stops the run."""
     corpus_mix: float = Field(0.3, ge=0)
     """Weight of the skill text beside the demonstrations."""
-    corpus_batch: int = Field(48, ge=1)
+    corpus_mix_levels: list[int] = []
+    corpus_mix_batch: int = Field(16, ge=1)
     observation_weight: float = Field(0.0, ge=0)
     """Loss weight of the tokens that the policy does not sample."""
     batch: int = Field(64, ge=1)
@@ -193,7 +209,7 @@ class EvalConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str | None = None
+    path: Folder | None = None
     """Folder with config.json, model.safetensors, tokenizer.json and chat_template.jinja."""
     scratch: dict[str, Any] | None = None
     """Random weights instead: the fields of config.json, with `tokenizer` (`module:attr` that writes the tokenizer files)."""

@@ -81,6 +81,8 @@ class Learner:
         """Run one command on all ranks and return rank 0's result. Raises `LearnerError`, or `ConfigError` for bad input."""
         assert self._writer is not None
         async with self._lock:
+            if self._broken:
+                raise LearnerError(f"trainer `{command}`: an earlier command was not answered", hint=f"see {self._log}")
             start = asyncio.get_running_loop().time()
             try:
                 self._writer.write(json.dumps({"command": command, **arguments}).encode() + b"\n")

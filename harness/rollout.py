@@ -17,7 +17,6 @@ from harness.errors import ConfigError, InfrastructureError, SandboxError
 from harness.ledger import Ledger
 from harness.task import Task, Termination
 
-
 LOST_IN_A_ROW = 5
 """Episodes per slot that infrastructure may lose without one success before the run stops."""
 

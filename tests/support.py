@@ -1,4 +1,4 @@
-"""Fakes and builders that several test files share: engines that play a list, plug-ins made of functions, a loop with virtual time."""
+"""Fakes and builders that several test files share: engines that play a list, plug-ins of functions, virtual time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from harness.chat import Chat
 from harness.episode import Episode, Stage
 from harness.parsers import hermes
-from harness.protocols import Generation, GenerateRequest, InferenceEngine, Sandbox, SandboxProvider, Tool, ToolResult
+from harness.protocols import GenerateRequest, Generation, InferenceEngine, Sandbox, SandboxProvider, Tool, ToolResult
 from harness.sandboxes.memory import MemoryConfig, MemorySandbox, MemorySandboxes
 from harness.session import TokenSession
 from harness.task import Limits, Score, Split, Task, Termination
@@ -110,9 +110,13 @@ class PlayedEngine:
         pass
 
 
-def session_of(chat: Chat, engine: InferenceEngine, episode_id: str = "e", seed: int | None = None, **limits: Any) -> TokenSession:
+def session_of(
+    chat: Chat, engine: InferenceEngine, episode_id: str = "e", seed: int | None = None, **limits: Any
+) -> TokenSession:
     """A session with generous limits."""
-    return TokenSession(chat, engine, hermes, Limits(**{"max_turns": 50, "max_context": 100_000, **limits}), episode_id, seed=seed)
+    return TokenSession(
+        chat, engine, hermes, Limits(**{"max_turns": 50, "max_context": 100_000, **limits}), episode_id, seed=seed
+    )
 
 
 def tool_call(name: str, arguments: str) -> str:
@@ -255,7 +259,5 @@ def _runs(layout: str) -> list[str]:
 
 def episode(episode_id: str, *, reward: float = 1.0, version: int = 0, segments: int = 1) -> Episode:
     """A finished and judged episode."""
-    made = tuple(
-        trajectory(version=version, episode_id=episode_id, reward=reward, segment=i) for i in range(segments)
-    )
+    made = tuple(trajectory(version=version, episode_id=episode_id, reward=reward, segment=i) for i in range(segments))
     return Episode(episode_id, "t", Termination.FINISHED, made, reward)

@@ -23,7 +23,9 @@ def test_only_names_versions_and_hashes() -> None:
 
 
 def test_no_address_of_any_kind_also_not_in_comments() -> None:
-    assert not re.search(r"://|@ |--index|--find-links|--extra|\.(com|org|net|io)\b|file:|git\+|localhost|\d+\.\d+\.\d+\.\d+/", LOCK)
+    assert not re.search(
+        r"://|@ |--index|--find-links|--extra|\.(com|org|net|io)\b|file:|git\+|localhost|\d+\.\d+\.\d+\.\d+/", LOCK
+    )
 
 
 def test_every_entry_has_a_hash() -> None:

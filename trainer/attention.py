@@ -52,7 +52,7 @@ def packed_attention(
     lengths = [b - a for a, b in pairwise(cu_seqlens)]
     parts = [
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+        for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 

@@ -68,7 +68,9 @@ EMPTY = Packed(
 
 
 def pack(trajectories: Sequence[Trajectory], rewards: Sequence[np.ndarray] | None = None) -> Packed:
-    """Lay trajectories end to end. `rewards` replaces their own token rewards. Raises `InvariantError` on one that cannot be."""
+    """Lay trajectories end to end. `rewards` replaces their own token rewards. Raises `InvariantError` on one that cannot
+    be.
+    """
     if not trajectories:
         return EMPTY
     for t in trajectories:

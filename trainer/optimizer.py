@@ -6,47 +6,84 @@ Flows in: a (sharded) model whose trainable set is final, gradients. Flows out: 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.weights import optimizer_groups
+from trainer.freeze import module_group
 
 
 class Optimizer:
-    """One model's optimizer; `settings` are the fields of `OptimizerConfig`."""
+    """One model's optimizer; `settings` are the fields of `OptimizerConfig`. With `muon_lr`, attention matrices take Muon."""
 
-    def __init__(self, model: nn.Module, settings: dict[str, Any], head_lr_mult: float = 1.0) -> None:
+    def __init__(
+        self, model: nn.Module, settings: dict[str, Any], head_lr_mult: float = 1.0, muon_lr: float | None = None
+    ) -> None:
         self.model = model
-        self.adamw = torch.optim.AdamW(
-            optimizer_groups(model, settings["lr"], settings["weight_decay"], head_lr_mult),
-            betas=tuple(settings["betas"]),
-        )
-        self._base = [group["lr"] for group in self.adamw.param_groups]
+        attention = attention_matrices(model) if muon_lr is not None else []
+        groups = optimizer_groups(model, settings["lr"], settings["weight_decay"], head_lr_mult, exclude=attention)
+        self.adamw = torch.optim.AdamW(groups, betas=tuple(settings["betas"]))
+        self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
+        if muon_lr is not None:
+            self._optimizers.append(torch.optim.Muon(attention, lr=muon_lr, weight_decay=0.0))
+        self._base = [group["lr"] for group in self._groups]
         self._clip, self._warmup = settings["clip"], settings["warmup_steps"]
         self.steps = 0
         self.skipped = 0
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Not to be kept: loading a state makes new ones."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
     def step(self, scale: float = 1.0) -> float:
         """Clip, move, clear the gradients. `scale` multiplies the learning rate. Returns the global norm before clipping."""
-        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
+        parameters = [p for group in self._groups for p in group["params"]]
         norm = full(nn.utils.clip_grad_norm_(parameters, self._clip))
         if not math.isfinite(norm):
             self.skipped += 1
         else:
             warm = min(1.0, (self.steps + 1) / self._warmup) if self._warmup else 1.0
-            for group, lr in zip(self.adamw.param_groups, self._base, strict=True):
+            for group, lr in zip(self._groups, self._base, strict=True):
                 group["lr"] = lr * warm * scale
-            self.adamw.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
             self.steps += 1
-        self.adamw.zero_grad(set_to_none=True)
+        self.clear()
         return norm
 
     def clear(self) -> None:
         """Forget the gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def attention_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable two-dimensional weights of the attention modules."""
+    return [p for n, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and module_group(n) == "attention"]
+
+
+def optimizer_groups(
+    model: nn.Module, lr: float, weight_decay: float, head_lr_mult: float = 1.0, exclude: Sequence[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
+    """AdamW groups of the trainable parameters: no decay on vectors and heads, the value head's own learning rate."""
+    left_out = {id(p) for p in exclude}
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    head: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or id(parameter) in left_out:
+            continue
+        (head if "v_head" in name else decay if parameter.ndim > 1 else plain).append(parameter)
+    groups = [
+        {"params": decay, "lr": lr, "weight_decay": weight_decay},
+        {"params": plain, "lr": lr, "weight_decay": 0.0},
+        {"params": head, "lr": lr * head_lr_mult, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def full(tensor: Tensor) -> float:

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 IDLE = timedelta(days=7)
-"""Ranks wait for the next command inside a collective, for as long as a batch takes to fill. A dead rank ends all by torchrun."""
+"""Ranks wait for the next command inside a collective, for as long as a batch takes to fill. A dead rank ends all by
+torchrun.
+"""
 
 
 def start(threads: int) -> None:

@@ -2,12 +2,13 @@
 
 Flows in: stored trajectories, a corpus function, settings. Flows out: a moved policy and the curve. Two phases:
 
-1. corpus    only the skill text, until its smoothed loss is below `corpus_loss`; a skill that does not come stops the run
-2. imitation `epochs` over the demonstrations, with the skill text beside them at weight `corpus_mix`
+1. corpus      only the skill text, a curriculum of levels; a skill that does not come stops the run
+2. imitation   `epochs` over the demonstrations, with the skill text beside them at weight `corpus_mix`
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ from trainer.batch import plan
 from trainer.model import Policy
 from trainer.optimizer import Optimizer
 
-Corpus = Callable[[random.Random], list[tuple[str, bool]]]
-"""One text as (piece, whether it carries loss)."""
+Corpus = Callable[[random.Random, int], list[tuple[str, bool]]]
+"""(random numbers, level) -> one text as (piece, whether it carries loss)."""
 SMOOTHING = 0.9
 
 
@@ -80,61 +81,66 @@ def weighted_loss(policy: Policy, examples: Sequence[Example], budget: int, scal
 
 
 def train(
-    policy: Policy,
-    demonstrations: Sequence[Trajectory],
-    settings: dict[str, Any],
-    source: Path,
-    *,
-    budget: int,
-    seed: int,
+    policy: Policy, demonstrations: Sequence[Trajectory], settings: dict[str, Any], source: Path, *, budget: int, seed: int
 ) -> dict[str, Any]:
     """Both phases; `settings` holds the fields of `SftConfig`. Raises `ConfigError` when the skill gate fails. A collective."""
     rng = random.Random(f"{seed}/sft")
-    batch = settings["batch"]
     report: dict[str, Any] = {}
-    draw: Callable[[int], list[Example]] | None = None
+    skill: Skill | None = None
     if settings.get("corpus"):
-        corpus: Corpus = load_object(settings["corpus"])
         tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-
-        def draw(n: int) -> list[Example]:
-            return [corpus_example(corpus(rng), tokenizer) for _ in range(n)]
-
-        report |= _learn_corpus(policy, draw, settings, budget)
+        skill = Skill(load_object(settings["corpus"]), tokenizer, random.Random(f"{seed}/corpus"))
+        report |= teach(policy, skill, settings, budget)
     examples = [demonstration(t, settings["observation_weight"]) for t in demonstrations]
     optimizer = Optimizer(policy, settings["optimizer"])
-    steps = settings["epochs"] * max(1, len(examples) // batch)
+    batch = min(settings["batch"], len(examples))
+    steps = settings["epochs"] * (len(examples) // batch) if examples else 0
     order: list[int] = []
-    smooth = None
+    smooth = 0.0
     for step in range(steps):
         if len(order) < batch:
             order = list(range(len(examples)))
             rng.shuffle(order)
         chosen, order = [examples[i] for i in order[:batch]], order[batch:]
         loss = weighted_loss(policy, chosen, budget)
-        if draw is not None and settings["corpus_mix"]:
-            weighted_loss(policy, draw(settings["corpus_batch"]), budget, settings["corpus_mix"])
+        smooth = loss if step == 0 else SMOOTHING * smooth + (1 - SMOOTHING) * loss
+        if skill is not None and settings["corpus_mix_levels"]:
+            mixed = skill.draw(settings["corpus_mix_batch"], settings["corpus_mix_levels"])
+            weighted_loss(policy, mixed, budget, settings["corpus_mix"])
         optimizer.step(decay(step, steps, settings["decay"]))
-        smooth = loss if smooth is None else SMOOTHING * smooth + (1 - SMOOTHING) * loss
     return report | {"steps": steps, "loss": smooth, "demonstrations": len(examples)}
 
 
-def _learn_corpus(
-    policy: Policy, draw: Callable[[int], list[Example]], settings: dict[str, Any], budget: int
-) -> dict[str, Any]:
-    optimizer = Optimizer(policy, settings["optimizer"] | {"warmup_steps": settings["corpus_warmup"]})
-    smooth = None
-    for step in range(1, settings["corpus_max_steps"] + 1):
-        loss = weighted_loss(policy, draw(settings["batch"]), budget)
-        optimizer.step()
-        smooth = loss if smooth is None else SMOOTHING * smooth + (1 - SMOOTHING) * loss
-        if smooth < settings["corpus_loss"]:
-            return {"corpus_steps": step, "corpus_loss": smooth}
-    raise ConfigError(
-        f"gate `skill`: after {settings['corpus_max_steps']} steps the corpus loss is {smooth:.3f}, not below "
-        f"{settings['corpus_loss']}: the warm policy would lack the skill that RL is to sharpen",
-        hint="take another seed, or raise sft.corpus_max_steps",
-    )
+class Skill:
+    """Texts of a corpus as examples."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, rng: random.Random) -> None:
+        self._corpus, self._tokenizer, self._rng = corpus, tokenizer, rng
+
+    def draw(self, n: int, levels: Sequence[int]) -> list[Example]:
+        """`n` texts of random levels."""
+        return [corpus_example(self._corpus(self._rng, self._rng.choice(levels)), self._tokenizer) for _ in range(n)]
+
+
+def teach(policy: Policy, skill: Skill, settings: dict[str, Any], budget: int) -> dict[str, Any]:
+    """The curriculum: Muon on the attention matrices, AdamW on the rest. Raises `ConfigError` if the skill does not come."""
+    optimizer = Optimizer(policy, settings["corpus_optimizer"], muon_lr=settings["corpus_muon_lr"])
+    step, curve = 0, []
+    for number, phase in enumerate(settings["corpus_phases"]):
+        smooth = math.inf
+        while smooth >= phase["loss"]:
+            if step == settings["corpus_max_steps"]:
+                raise ConfigError(
+                    f"gate `skill`: phase {number} of the corpus is at loss {smooth:.3f} after {step} steps, not below "
+                    f"{phase['loss']}: the warm policy would lack the skill that RL is to sharpen",
+                    hint="take another seed, or raise sft.corpus_max_steps",
+                )
+            loss = weighted_loss(policy, skill.draw(settings["corpus_batch"], phase["levels"]), budget)
+            optimizer.step()
+            step += 1
+            smooth = loss if math.isinf(smooth) else SMOOTHING * smooth + (1 - SMOOTHING) * loss
+        curve.append({"levels": phase["levels"], "steps": step, "loss": smooth})
+    return {"corpus_steps": step, "corpus": curve}
 
 
 def decay(step: int, steps: int, share: float) -> float:

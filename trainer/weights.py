@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -99,20 +98,3 @@ def sha256(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def optimizer_groups(model: nn.Module, lr: float, weight_decay: float, head_lr_mult: float = 1.0) -> list[dict[str, Any]]:
-    """AdamW groups of the trainable parameters: no decay on vectors and heads, the value head's own learning rate."""
-    decay: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    head: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        (head if "v_head" in name else decay if parameter.ndim > 1 else plain).append(parameter)
-    groups = [
-        {"params": decay, "lr": lr, "weight_decay": weight_decay},
-        {"params": plain, "lr": lr, "weight_decay": 0.0},
-        {"params": head, "lr": lr * head_lr_mult, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]

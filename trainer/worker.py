@@ -11,6 +11,8 @@ import os
 import shutil
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,8 @@ from trainer.step import Learners, train_step
 from trainer.weights import export, write_file
 
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
+GRACE_S = 3.0
+"""An idle rank ends by itself within this time after the harness is gone; a busy one is ended."""
 
 
 class Worker:
@@ -167,8 +171,17 @@ def commands() -> Iterator[tuple[dict[str, Any], Any]]:
         yield message, reply
 
 
+def _end_with_harness() -> None:
+    """A rank inherits torchrun's standard input, a pipe that the harness holds: when it closes, a command in progress is cut."""
+    while os.read(0, 4096):
+        pass
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
 def main() -> None:
     """Run commands until the harness hangs up."""
+    threading.Thread(target=_end_with_harness, daemon=True).start()
     parallel.start(int(os.environ.get("OMP_NUM_THREADS", "1")))
     worker = Worker()
     for message, reply in commands():

@@ -6,7 +6,6 @@ argument names: one pair in five is kept for the held-out split, so no held-out 
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from typing import overload
@@ -22,7 +21,7 @@ HIDDEN_CASES = 3
 
 PROMPT = "The tests of lib.py fail. Repair it."
 
-CHECK = '''\
+CHECK = """\
 # Run cases FIRST..LAST of FILE against lib.py and print one JSON line: {"ok": true}, or the first failure.
 # Usage: check.py FILE FIRST LAST. Without imports beyond sys, because it runs thousands of times.
 import sys
@@ -43,12 +42,12 @@ try:
         print('{"ok": true}')
 except Exception as error:
     print(f'{{"error": "{type(error).__name__}", "ok": false}}')
-'''
+"""
 
 
 def held_out(planted: str, wanted: str) -> bool:
-    """True for one bug in five, by hash."""
-    return hashlib.sha256(f"{planted}->{wanted}".encode()).digest()[0] % 5 == 0
+    """True for one bug in five; every name is as often planted and wanted on either side."""
+    return (NAMES.index(planted) + 2 * NAMES.index(wanted)) % 5 == 0
 
 
 def make_task(split: Split, seed: int, index: int) -> Task:

@@ -57,10 +57,14 @@ class HttpEngine:
         """log p of tokens 1.. under the current weights."""
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         answer = await self._call("POST", "/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
-        rows = answer.get("prompt_logprobs") or []
-        if len(rows) != len(token_ids):
-            raise EngineError(f"the engine scored {len(rows)} of {len(token_ids)} tokens")
-        return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+        try:
+            rows = answer["prompt_logprobs"]
+            scores = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"the engine's scores are incomplete: {error!r}") from error
+        if not all(math.isfinite(x) for x in scores):
+            raise EngineError("the engine answered a score that is not finite")
+        return scores
 
     async def update_weights(self, path: Path, version: int, sha256: str | None = None) -> None:
         """Pause, load, label, resume. If any step fails the engine stays paused."""
@@ -98,6 +102,6 @@ def _generation(answer: dict[str, Any]) -> Generation:
         raise EngineError(f"the engine ended with finish_reason={finish!r}")
     if not ids or not len(ids) == len(logprobs) == len(versions):
         raise EngineError(f"the engine answered {len(ids)} tokens, {len(logprobs)} log-probs, {len(versions)} versions")
-    if not all(math.isfinite(x) for x in logprobs):
-        raise EngineError("the engine answered a log-prob that is not finite")
+    if not all(math.isfinite(x) and x <= 1e-4 for x in logprobs) or min(versions) < 0:
+        raise EngineError("the engine answered a log-prob that is none, or a version below 0")
     return Generation(ids, logprobs, versions, finish)

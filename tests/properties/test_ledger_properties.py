@@ -1,4 +1,4 @@
-"""Invariant 6 as a state machine: whatever happens, in any order, with crashes: the counts close and nothing is trained twice."""
+"""Invariant 6 as a state machine: in any order, with crashes, the counts close and nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.support import episode
 
 from harness.errors import InvariantError
 from harness.ledger import Ledger
 from harness.task import Termination
+from tests.support import episode
 
 PURPOSES = ("train", "value")
 

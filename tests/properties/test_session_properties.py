@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support import PlayedEngine, Raw, session_of, tool_call
 
 from harness.chat import Chat
 from harness.errors import EngineError, EpisodeEnd
 from harness.protocols import Message
+from tests.support import PlayedEngine, Raw, session_of, tool_call
 
 VOCABULARY = 330
 LOGPROB = st.floats(-50, 0, width=32)

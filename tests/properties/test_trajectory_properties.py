@@ -39,7 +39,12 @@ def built(draw: Any) -> tuple[Trajectory, list[Any]]:
             builder.act([i[0] for i in items], [i[1] for i in items], [i[2] for i in items])
     reward = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32))
     turns = draw(st.dictionaries(st.integers(0, builder.n_turns - 1), st.floats(-9, 9, width=32))) if builder.n_turns else {}
-    fields = {"reward": reward, "turn_rewards": turns, "segment": draw(st.integers(0, 5)), "info": draw(st.dictionaries(st.text(), JSON, max_size=3))}
+    fields = {
+        "reward": reward,
+        "turn_rewards": turns,
+        "segment": draw(st.integers(0, 5)),
+        "info": draw(st.dictionaries(st.text(), JSON, max_size=3)),
+    }
     return builder.build(draw(st.text()), draw(st.text()), **fields), runs
 
 

@@ -1,4 +1,6 @@
-"""Tiny real models, random trajectories and learners for the tests of the trainer; also imported by `ranks.py` under torchrun."""
+"""Tiny real models, random trajectories and learners for the tests of the trainer; also imported by `ranks.py` under
+torchrun.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ from trainer.step import Learners
 
 pytestmark = pytest.mark.usefixtures("rank")
 OPTIMIZERS = {
-    "policy_optimizer": support.optimizer(lr=1e-3, warmup_steps=3),
-    "critic_optimizer": support.optimizer(lr=1e-3, warmup_steps=5),
+    "policy_optimizer": support.optimizer(lr=1e-2, warmup_steps=30),
+    "critic_optimizer": support.optimizer(lr=1e-2, warmup_steps=50),
 }
+"""Warm-ups longer than the tests, so that a learning rate that does not go on where it was is seen."""
 
 
 def learners(folder: Path, seed: int = 0) -> Learners:

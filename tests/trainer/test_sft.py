@@ -53,7 +53,8 @@ def policy(folder: Path) -> Policy:
     return support.learners(folder).policy
 
 
-def gradient(folder: Path, trajectories: list[Trajectory], weight: float, budget: int = 64) -> tuple[dict[str, torch.Tensor], float]:
+def gradient(folder: Path, trajectories: list[Trajectory], weight: float, budget: int = 64) -> tuple[dict[str, torch.Tensor],
+float]:
     made = policy(folder)
     loss = sft.weighted_loss(made, [sft.demonstration(t, weight) for t in trajectories], budget)
     return {n: support.whole(p.grad) for n, p in made.named_parameters() if p.grad is not None}, loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -42,17 +43,21 @@ def refused(done: subprocess.CompletedProcess[str], *words: str, code: int = 2) 
         assert word in said
 
 
+def write_config(folder: Path) -> Path:
+    """A valid file beside a model folder whose weights are empty: good enough until an engine starts."""
+    tokenizer.write(folder / "model")
+    for name in ("config.json", "model.safetensors"):
+        (folder / "model" / name).touch()
+    plugins = {"environment": "toy_repair", "sandbox": "memory", "agent": "tool_loop"}
+    tables = "".join(f'[{kind}]\nid = "{name}"\n' for kind, name in plugins.items())
+    path = folder / "c.toml"
+    path.write_text(f'[model]\npath = "{folder / "model"}"\n{tables}')
+    return path
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A valid file beside a model folder whose weights are empty: good enough until an engine starts."""
-    tokenizer.write(tmp_path / "model")
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "model" / name).touch()
-    path = tmp_path / "c.toml"
-    path.write_text(
-        f'[model]\npath = "{tmp_path / "model"}"\n[environment]\nid = "toy_repair"\n[sandbox]\nid = "memory"\n[agent]\nid = "tool_loop"\n'
-    )
-    return path
+    return write_config(tmp_path)
 
 
 @pytest.fixture
@@ -69,41 +74,87 @@ def run(config: Path) -> Path:
     return made.path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["train"], ["no configuration"]),
-        (["train", "none.toml"], ["none.toml", "No such file"]),
-        (["train", "."], ["directory"]),
-        (["train", "c.toml", "step=3"], ["`step`", "`steps`"]),
-        (["train", "c.toml", "rollout.concurency=3"], ["`rollout.concurency`", "`concurrency`"]),
-        (["train", "c.toml", "environment.sed=3"], ["`environment.sed`", "`seed`"]),
-        (["train", "c.toml", "steps=many"], ["`steps`", "'many'"]),
-        (["train", "c.toml", "steps"], ["key=value"]),
-        (["train", "c.toml", "model.path=gone"], ["`model.path`", "config.json"]),
-        (["train", "c.toml", "environment.id=toy_repare"], ["toy_repare", "toy_repair"]),
-        (["train", "c.toml", "environment.id=no.such:Env"], ["no.such"]),
-        (["train", "c.toml", "environment.id=':Env'"], [":Env"]),
-        (["train", "c.toml", "--dry-run", "rollout.eta=-1"], ["`rollout.eta`"]),
-        (["train", "c.toml", "run_dir=c.toml"], ["run folder", "run_dir"]),
-        (["train", "--resume", "gone"], ["gone is not a run folder"]),
-        (["train", "--resume", "."], ["is not a run folder"]),
-        (["train", "c.toml", "--resume", "gone"], ["--resume"]),
-        (["sft", "c.toml"], ["[sft]"]),
-        (["pretrain-value", "c.toml"], ["[value]"]),
-        (["status", "gone"], ["is not a run folder"]),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_bad_input(config: Path, arguments: list[str], words: list[str]) -> None:
-    refused(sao(*arguments, folder=config.parent), *words)
+BAD_INPUT = [
+    (["train"], ["no configuration"]),
+    (["train", "none.toml"], ["none.toml", "No such file"]),
+    (["train", "."], ["directory"]),
+    (["train", "c.toml", "step=3"], ["`step`", "`steps`"]),
+    (["train", "c.toml", "rollout.concurency=3"], ["`rollout.concurency`", "`concurrency`"]),
+    (["train", "c.toml", "environment.sed=3"], ["`environment.sed`", "`seed`"]),
+    (["train", "c.toml", "steps=many"], ["`steps`", "'many'"]),
+    (["train", "c.toml", "steps"], ["key=value"]),
+    (["train", "c.toml", "model.path=gone"], ["`model.path`", "config.json"]),
+    (["train", "c.toml", "environment.id=toy_repare"], ["toy_repare", "toy_repair"]),
+    (["train", "c.toml", "environment.id=no.such:Env"], ["no.such"]),
+    (["train", "c.toml", "environment.id=':Env'"], [":Env"]),
+    (["train", "c.toml", "--dry-run", "rollout.eta=-1"], ["`rollout.eta`"]),
+    (["train", "c.toml", "run_dir=c.toml"], ["run folder", "run_dir"]),
+    (["train", "--resume", "gone"], ["gone is not a run folder"]),
+    (["train", "--resume", "."], ["is not a run folder"]),
+    (["train", "c.toml", "--resume", "gone"], ["--resume"]),
+    (["sft", "c.toml"], ["[sft]"]),
+    (["pretrain-value", "c.toml"], ["[value]"]),
+    (["status", "gone"], ["is not a run folder"]),
+]
+BAD_USAGE = [
+    [],
+    ["trian"],
+    ["train", "--dryrun"],
+    ["train", "c.toml", "--dryrun", "a=b"],
+    ["status"],
+    ["train", "--resume"],
+    ["status", "a", "b=c"],
+]
+
+EACH = """
+import json, os, sys, traceback
+from harness.cli import main
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(f"said.{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = ["sao", *arguments]
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code or 0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["trian"], ["train", "--dryrun"], ["status"], ["train", "--resume"]], ids=lambda value: " ".join(value)
-)
-def test_bad_usage_is_explained(tmp_path: Path, arguments: list[str]) -> None:
-    done = sao(*arguments, folder=tmp_path)
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What `sao` says to each of the bad lines: a process each, forked from one that has imported the command."""
+    folder = tmp_path_factory.mktemp("bad")
+    write_config(folder)
+    lines = [*(arguments for arguments, _ in BAD_INPUT), *BAD_USAGE]
+    command = [sys.executable, "-c", EACH, json.dumps(lines)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    texts = [[(folder / f"said.{i}.{stream}").read_text() for stream in (1, 2)] for i in range(len(lines))]
+    codes = map(int, done.stdout.split())
+    return {
+        json.dumps(line): subprocess.CompletedProcess(line, code, *text)
+        for line, code, text in zip(lines, codes, texts, strict=True)
+    }
+
+
+Said = dict[str, "subprocess.CompletedProcess[str]"]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT, ids=lambda value: " ".join(value))
+def test_bad_input(said: Said, arguments: list[str], words: list[str]) -> None:
+    refused(said[json.dumps(arguments)], *words)
+
+
+@pytest.mark.parametrize("arguments", BAD_USAGE, ids=lambda value: " ".join(value))
+def test_bad_usage_is_explained(said: Said, arguments: list[str]) -> None:
+    done = said[json.dumps(arguments)]
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert "usage: " in done.stderr

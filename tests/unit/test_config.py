@@ -31,7 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The smallest valid file."""
     path = tmp_path_factory.mktemp("config") / "run.toml"
-    path.write_text(f'[model]\npath = "{model}"\n[environment]\nid = "toy_repair"\n[agent]\nid = "tool_loop"\n[sandbox]\nid = "memory"\n')
+    path.write_text(
+        f'[model]\npath = "{model}"\n[environment]\nid = "toy_repair"\n[agent]\nid = "tool_loop"\n[sandbox]\nid = "memory"\n'
+    )
     return path
 
 
@@ -237,7 +239,7 @@ def test_dump_and_load_are_inverse(base: Path, tmp_path_factory: pytest.TempPath
 def test_scratch_fields_survive(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
-        '[environment]\nid = "toy_repair"\n[sft]\n[model.scratch]\nhidden_size = 8\nrope = {theta = 1e2, kind = "x"}\nlist = [1, 2]\n'
+        '[environment]\nid = "toy_repair"\n[sft]\n[model.scratch]\nhidden_size = 8\nrope = {theta = 1e2}\nlist = [1, 2]\n'
     )
     same(load_config(path), tmp_path)
 

@@ -7,6 +7,13 @@ import math
 from typing import Any
 
 import pytest
+
+from agents.tool_loop import ToolLoop, ToolLoopConfig
+from harness.chat import Chat
+from harness.episode import Episode, Stage, run_episode
+from harness.errors import ConfigError, EngineError, InvariantError, SandboxError
+from harness.protocols import ToolResult
+from harness.task import Score, Task, Termination
 from tests.support import (
     USER,
     FnAgent,
@@ -20,13 +27,6 @@ from tests.support import (
     stage_of,
     tool_call,
 )
-
-from agents.tool_loop import ToolLoop, ToolLoopConfig
-from harness.chat import Chat
-from harness.episode import Episode, Stage, run_episode
-from harness.errors import ConfigError, EngineError, InvariantError, SandboxError
-from harness.protocols import ToolResult
-from harness.task import Score, Task, Termination
 
 TASK = Task("train/0", (USER,))
 LOOP = ToolLoop(ToolLoopConfig())
@@ -76,7 +76,15 @@ def test_finished(chat: Chat) -> None:
 
 
 def test_max_turns(chat: Chat) -> None:
-    result = play(stage_of(chat, PlayedEngine(chat, [ACT] * 3), agent=LOOP, environment=FnEnvironment(score_hook=lambda: Score(0.0)), max_turns=3))
+    result = play(
+        stage_of(
+            chat,
+            PlayedEngine(chat, [ACT] * 3),
+            agent=LOOP,
+            environment=FnEnvironment(score_hook=lambda: Score(0.0)),
+            max_turns=3,
+        )
+    )
     assert (result.termination, result.reward) == (Termination.MAX_TURNS, 0.0)
     assert result.trajectories[0].n_turns == 3
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.support import USER, PlayedEngine, Raw, session_of, tool_call
 
 from harness.chat import Chat
 from harness.errors import ConfigError, EngineError
 from harness.gateway import BODY_LIMIT, Endpoint, Gateway
+from tests.support import USER, PlayedEngine, Raw, session_of, tool_call
 
 Body = Callable[[aiohttp.ClientSession, Gateway], Awaitable[None]]
 
@@ -31,7 +31,9 @@ def serve(test: Body) -> None:
     asyncio.run(run())
 
 
-async def post(client: aiohttp.ClientSession, end: Endpoint, body: Any = None, *, key: str | None = None, **more: Any) -> tuple[int, Any]:
+async def post(
+    client: aiohttp.ClientSession, end: Endpoint, body: Any = None, *, key: str | None = None, **more: Any
+) -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {end.secret if key is None else key}"}
     if body is not None:
         more["json"] = body

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support import episode
 
 from harness.errors import ConfigError, InvariantError
 from harness.ledger import Ledger
 from harness.task import Termination
+from tests.support import episode
 
 
 @pytest.fixture

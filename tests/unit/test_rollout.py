@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import USER, FnAgent, FnEnvironment, PlayedEngine, WatchedSandboxes, run_virtual, stage_of
 
 from harness.chat import Chat
 from harness.episode import Stage
 from harness.errors import ConfigError, EngineError, InfrastructureError, InvariantError
 from harness.ledger import Ledger
-from harness.protocols import Generation, GenerateRequest
+from harness.protocols import GenerateRequest, Generation
 from harness.rollout import Clock, Limits, Rollout, TaskOrder, capacity, collect
 from harness.task import Task, Termination
 from harness.trajectory import Trajectory
+from tests.support import USER, FnAgent, FnEnvironment, PlayedEngine, WatchedSandboxes, run_virtual, stage_of
 
 
 @pytest.fixture
@@ -379,7 +379,9 @@ def test_aborted_tasks_are_played_by_the_next_process(chat: Chat, ledger: Ledger
     assert len(aborted) == 4
     ledger.recover(0, 0)
     again = Job(ledger, work.stage, work.limits, work.clock)
-    again.rollout = Rollout(work.stage, [Task(f"train/{i}", (USER,)) for i in range(1000)], ledger, again.clock, again.limits, 3, 2)
+    again.rollout = Rollout(
+        work.stage, [Task(f"train/{i}", (USER,)) for i in range(1000)], ledger, again.clock, again.limits, 3, 2
+    )
     run_virtual(again.run(2))
     tries = attempts_of(ledger)
     assert all(tries[i] == [(1, "dropped"), (2, "trained")] for i in aborted)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support import USER, PlayedEngine, Raw, session_of, tool_call
 
 from harness.chat import Chat
 from harness.errors import EngineError, EpisodeEnd
@@ -16,6 +15,7 @@ from harness.protocols import Message, SamplingContract
 from harness.session import sampling_hash
 from harness.task import Termination
 from harness.trajectory import Trajectory
+from tests.support import USER, PlayedEngine, Raw, session_of, tool_call
 
 TOOLS = [{"type": "function", "function": {"name": "edit", "description": "", "parameters": {}}}]
 
@@ -141,9 +141,10 @@ def test_rewritten_history_forks_and_nothing_of_it_is_trained_twice(chat: Chat) 
     assert (old.n_turns, new.n_turns) == (2, 1)
     spans = new.spans
     assert [s.kind for s in spans] == ["observation", "action"]
-    assert chat.decode(new.tokens[spans[0].start : spans[0].stop].tolist()) == rendered("user", "summary") + rendered(
-        "assistant", "two"
-    ) + rendered("tool", "b") + ASK
+    assert (
+        chat.decode(new.tokens[spans[0].start : spans[0].stop].tolist())
+        == rendered("user", "summary") + rendered("assistant", "two") + rendered("tool", "b") + ASK
+    )
     assert old.info["x"] == new.info["x"] == 1
 
 
@@ -153,7 +154,11 @@ def test_rewritten_history_forks_and_nothing_of_it_is_trained_twice(chat: Chat) 
         lambda messages: [{"role": "user", "content": "hi!"}, *messages[1:]],
         lambda messages: [messages[0], {"role": "user", "content": "instead of the echo"}, messages[2]],
         lambda messages: [messages[0], {**messages[1], "tool_calls": []}, messages[2]],
-        lambda messages: [messages[0], {**messages[1], "tool_calls": [{"id": "other", "function": {"name": "edit", "arguments": "{}"}}]}, messages[2]],
+        lambda messages: [
+            messages[0],
+            {**messages[1], "tool_calls": [{"id": "other", "function": {"name": "edit", "arguments": "{}"}}]},
+            messages[2],
+        ],
         lambda messages: messages[1:],
     ],
 )
@@ -210,7 +215,9 @@ def test_an_output_that_contains_the_marker_of_the_template_is_kept_whole(chat: 
 
     asyncio.run(run())
     assert chat.decode(engine.requests[1].token_ids).endswith("\n" + rendered("tool", nasty) + ASK)
-    assert chat.decode(engine.requests[2].token_ids).endswith(rendered("tool", nasty) + ASK + "two<|im_end|>\n" + rendered("tool", "plain") + ASK)
+    assert chat.decode(engine.requests[2].token_ids).endswith(
+        rendered("tool", nasty) + ASK + "two<|im_end|>\n" + rendered("tool", "plain") + ASK
+    )
 
 
 def test_bytes_that_are_no_character_stay_as_sampled(chat: Chat) -> None:

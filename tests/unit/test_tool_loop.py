@@ -154,7 +154,12 @@ def test_deep_arguments_are_a_call_or_malformed_never_an_error(depth: int) -> No
     assert call.name in ("a", "malformed")
 
 
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "a", "arguments": {}}', '{"name"', "x", "\n", "}"])).map("".join) | st.text())
+@given(
+    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "a", "arguments": {}}', '{"name"', "x", "\n", "}"])).map(
+        "".join
+    )
+    | st.text()
+)
 def test_hermes_takes_any_text(text: str) -> None:
     content, calls = hermes(text, 0)
     assert len(calls) == text.count("<tool_call>") or "<tool_call>" in "".join(c.arguments for c in calls)

@@ -1,4 +1,4 @@
-"""toy_repair: the splits share nothing, blind play cannot win, hidden tests judge, and the demonstrator is as flawed as designed."""
+"""toy_repair: the splits share no bug, blind play cannot win, hidden tests judge, the demonstrator is as flawed as designed."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ def test_a_use_that_is_no_name_is_refused_and_costs_no_edit(use: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "use", ["f", "print", "exit", "quit", "__name__", "__builtins__", "True", "None", "return", "lambda", "zz", "é", "NotImplemented"]
+    "use",
+    ["f", "print", "exit", "quit", "__name__", "__builtins__", "True", "None", "return", "lambda", "zz", "é", "NotImplemented"],
 )
 def test_what_the_policy_can_write_is_judged_0_never_unjudged(use: str) -> None:
     """A name whose value is no number, or no name at all: the hidden tests must still give a verdict, or the policy has an
@@ -347,9 +348,7 @@ def test_no_demonstration_contains_a_failed_call(demonstrations: list[Episode], 
 def test_the_expert_is_a_function_of_what_it_reads_and_its_random_numbers() -> None:
     said = '<|im_start|>tool\n{"want": 3, "got": 1, "a": 1, "b": 3, "c": 0, "ok": false}<|im_end|>'
     assert flawed_expert(said, random.Random(1)) == flawed_expert(said, random.Random(1))
-    uses = Counter(
-        json.loads(flawed_expert(said, random.Random(i)).split("\n")[1])["arguments"]["use"] for i in range(2000)
-    )
+    uses = Counter(json.loads(flawed_expert(said, random.Random(i)).split("\n")[1])["arguments"]["use"] for i in range(2000))
     assert uses["b"] / 2000 == pytest.approx(RIGHT, abs=0.04)
     assert uses["a"] / 2000 == pytest.approx(HABIT + (1 - RIGHT - HABIT) / 2, abs=0.04)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support import trajectory
 
 from harness.errors import InvariantError
 from harness.trajectory import Span, Trajectory, TrajectoryBuilder
+from tests.support import trajectory
 
 NAN = math.nan
 

@@ -83,15 +83,19 @@ class EngineCore:
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a request. Raises `ValueError` if it cannot fit, asks for nothing or would break a step for all."""
-        if not sequence.tokens or sequence.max_tokens < 1:
-            raise ValueError("a request needs at least one prompt token and max_tokens >= 1")
-        if not 0 <= min(sequence.tokens) <= max(sequence.tokens) < self.model.config.vocab_size:
-            raise ValueError(f"token ids must be in [0, {self.model.config.vocab_size})")
+        self._check(sequence.tokens)
+        if sequence.max_tokens < 1:
+            raise ValueError(f"max_tokens is {sequence.max_tokens}")
         if not 0.0 <= sequence.temperature < math.inf:
             raise ValueError(f"temperature is {sequence.temperature}")
         if len(sequence.tokens) + sequence.max_tokens > self.max_len:
             raise ValueError(f"{len(sequence.tokens)} prompt + {sequence.max_tokens} new tokens exceed {self.max_len}")
         self._waiting.append(sequence)
+
+    def _check(self, tokens: list[int]) -> None:
+        size = self.model.config.vocab_size
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
+            raise ValueError(f"a prompt needs token ids in [0, {size})")
 
     def set_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Replace all weights between steps."""
@@ -104,7 +108,8 @@ class EngineCore:
 
     @torch.inference_mode()
     def score(self, tokens: list[int]) -> list[float]:
-        """log p(token | before) of tokens 1.., nats."""
+        """log p(token | before) of tokens 1.., nats. Raises `ValueError` for tokens that the model does not have."""
+        self._check(tokens)
         ids = torch.tensor(tokens)
         hidden = self.model.model(
             input_ids=ids[None],

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
-import sys
+import threading
 import time
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +27,9 @@ from trainer.model import build_policy
 from trainer.weights import read_file
 
 BODY_LIMIT = 64 * 1024**2
+HONOURED = {"max_tokens", "temperature", "stop_token_ids", "seed", "prompt_logprobs", "logprobs", "detokenize"}
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Sampling parameters that are taken only at this value; any other one must be absent or null."""
 
 
 class Server:
@@ -84,10 +89,10 @@ class Server:
         try:
             body = await request.json()
             ids = [int(t) for t in body["token_ids"]]
-            params = body["sampling_params"]
-            refused = [k for k, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)) if params.get(k, neutral) != neutral]
-            if refused:
-                raise ValueError(f"this engine does not truncate: {refused[0]}={params[refused[0]]}")
+            params = dict(body["sampling_params"])
+            for name, value in params.items():
+                if name not in HONOURED and value != NEUTRAL.get(name):
+                    raise ValueError(f"this engine does not honour {name}={value}")
             if params.get("prompt_logprobs") is not None:
                 return web.json_response(self._scored(ids))
             self.requests += 1
@@ -182,19 +187,28 @@ async def serve(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     model = build_policy(Path(args.model)).model
     server = Server(EngineCore(model, args.slots, args.max_len, args.version), args.seed)
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", args.port)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
     print(json.dumps({"port": port}), flush=True)
-    closed = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
+    closed = asyncio.Event()
+    # A daemon thread on the bare descriptor: an executor's thread would keep a crashed engine from ending.
+    threading.Thread(target=_watch_stdin, args=(asyncio.get_running_loop(), closed), daemon=True).start()
     engine = asyncio.create_task(server.loop())
-    await asyncio.wait([closed, engine], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([asyncio.create_task(closed.wait()), engine], return_when=asyncio.FIRST_COMPLETED)
     engine.cancel()
     await runner.cleanup()
     if engine.done() and not engine.cancelled() and (error := engine.exception()):
         raise error
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, closed: asyncio.Event) -> None:
+    while os.read(0, 4096):
+        pass
+    with contextlib.suppress(RuntimeError):  # the loop is gone already
+        loop.call_soon_threadsafe(closed.set)
 
 
 def main() -> None:
