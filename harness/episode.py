@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.errors import EnvironmentFault, EpisodeEnd, InfrastructureError, SaoError, VerifierFault
+from harness.errors import EnvironmentFault, EpisodeEnd, InfrastructureError, SandboxError, SaoError, VerifierFault
 from harness.protocols import Agent, Environment, Sandbox, SandboxProvider
 from harness.session import TokenSession
 from harness.task import Limits, Score, Task, Termination
@@ -73,14 +73,19 @@ async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | Non
     start = time.monotonic()
     sandbox: Sandbox | None = None
     try:
-        sandbox = await stage.sandboxes.acquire(task)
+        limit = stage.limits.wall_s
+        with boundary(SandboxError, f"{task.id}: sandbox"):
+            async with asyncio.timeout(limit):
+                sandbox = await stage.sandboxes.acquire(task)
         with boundary(EnvironmentFault, f"{task.id}: begin"):
-            live = await stage.environment.begin(task, sandbox)
+            async with asyncio.timeout(limit):
+                live = await stage.environment.begin(task, sandbox)
         termination = await _act(stage, task, live, sandbox, session)
         if not termination.policy_caused:
             return Episode(episode_id, task.id, termination, error="the agent gave up")
         with boundary(VerifierFault, f"{task.id}: score"):
-            score = _sound(await live.score())
+            async with asyncio.timeout(limit):
+                score = _sound(await live.score())
     except InfrastructureError as error:
         return Episode(episode_id, task.id, error.termination, error=_chain(error))
     finally:

@@ -63,6 +63,7 @@ class Loop:
         self.learner: Learner = run.learner
         self.clock = Clock()
         self.started = time.monotonic()
+        self._seen = (self.started, 0.0)
 
     async def prepare(self, critic: Path) -> None:
         """Load policy and critic, go back to the last checkpoint if there is one, close the ledger's book there."""
@@ -97,6 +98,7 @@ class Loop:
         self.rollout = Rollout(
             run.stage(), run.tasks("train"), run.ledger, self.clock, limits, self.config.seed, run.generation
         )
+        self._seen = (time.monotonic(), self.rollout.slot_seconds())
         self.rollout.start()
         try:
             with Dashboard(steps) as dashboard:
@@ -153,17 +155,21 @@ class Loop:
         self, batch: list[Pending], metrics: dict[str, Any], waited_s: float, trained_s: float, step_s: float
     ) -> dict[str, Any]:
         seen = self.run.ledger.batch_facts(self.clock.consumed)
-        elapsed = time.monotonic() - self.started
+        now, slot_s = time.monotonic(), self.rollout.slot_seconds()
+        in_flight = (slot_s - self._seen[1]) / max(now - self._seen[0], 1e-9)
+        self._seen = (now, slot_s)
         return {
             "step": self.clock.consumed,
             "version": self.clock.version,
-            "elapsed_s": round(elapsed, 3),
+            "elapsed_s": round(now - self.started, 3),
             "reward/mean": seen["reward"],
             "rollout/success": seen["success"],
             "rollout/turns": seen["turns"],
             "rollout/action_tokens": seen["action_tokens"],
             "rollout/tokens_per_s": seen["tokens"] / max(waited_s + step_s, 1e-9),
-            "async/in_flight": self.rollout.running,
+            "async/in_flight": in_flight,
+            "async/rollout_idle": 1 - in_flight / self.config.rollout.concurrency,
+            "async/trainer_idle": waited_s / max(waited_s + step_s, 1e-9),
             "async/queue": len(self.run.ledger.pending()),
             "async/submission_lag": sum(self.clock.version - p.submit_version for p in batch) / len(batch),
             "time/wait_s": round(waited_s, 4),

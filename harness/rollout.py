@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,14 @@ class Rollout:
         self._failure: BaseException | None = None
         self._stopping = False
         self._lost = 0
+        self._slot_s, self._since = 0.0, time.monotonic()
+
+    def slot_seconds(self) -> float:
+        """Episodes in flight, integrated over time since the start."""
+        now = time.monotonic()
+        self._slot_s += len(self._running) * (now - self._since)
+        self._since = now
+        return self._slot_s
 
     @property
     def running(self) -> int:
@@ -160,6 +169,7 @@ class Rollout:
         episode_id = f"train-{self._generation}-{self._launched:07d}-{index}-{attempt + 1}"
         task = self._tasks[index]
         self._ledger.dispatch(episode_id, "train", task.id, index, attempt + 1, self._clock.version)
+        self.slot_seconds()
         self._running[asyncio.create_task(self._run(task, index, attempt + 1, episode_id))] = episode_id
 
     async def _run(self, task: Task, index: int, attempt: int, episode_id: str) -> None:
@@ -178,6 +188,7 @@ class Rollout:
             if not booked:
                 reason = "stopped" if self._stopping else "failed"
                 self._ledger.drop(episode_id, Termination.ABORTED, reason)
+            self.slot_seconds()
             self._running.pop(runner)
             async with self._changed:
                 self._changed.notify_all()

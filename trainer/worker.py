@@ -172,7 +172,7 @@ def commands() -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def _end_with_harness() -> None:
-    """A rank inherits torchrun's standard input, a pipe that the harness holds: when it closes, a command in progress is cut."""
+    """A rank inherits torchrun's standard input, a pipe that the harness holds; when it closes, a running command is cut."""
     while os.read(0, 4096):
         pass
     time.sleep(GRACE_S)

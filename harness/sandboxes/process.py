@@ -95,7 +95,9 @@ class ProcessSandboxes:
 
     async def acquire(self, task: Task) -> ProcessSandbox:
         """A new folder; bash starts with the first command."""
-        sandbox = ProcessSandbox(self._folder / str(next(_numbers)), (*self._unshare, "bash", "-c", self._script))
+        sandbox = ProcessSandbox(
+            self._folder / str(next(_numbers)), ("nice", "-n", "5", *self._unshare, "bash", "-c", self._script)
+        )
         self._open = [other for other in self._open if not other.closed]
         self._open.append(sandbox)
         return sandbox

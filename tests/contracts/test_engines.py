@@ -373,8 +373,9 @@ def test_a_bad_request_is_a_400_and_the_engine_lives(embedded: World, body: Any)
     assert status == 400 and json.loads(text)["error"]["message"]
 
 
-@pytest.mark.parametrize("sampling", [SamplingContract(top_p=0.9), SamplingContract(top_k=50),
-SamplingContract(temperature=-1)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingContract(top_p=0.9), SamplingContract(top_k=50), SamplingContract(temperature=-1)]
+)
 def test_a_contract_that_cannot_be_honoured_is_an_engine_error(embedded: World, sampling: SamplingContract) -> None:
     with pytest.raises(EngineError, match="400"):
         embedded.run(embedded.engine.generate(request([1, 2], 3, sampling=sampling)))

@@ -1,10 +1,11 @@
 """What one rank and two ranks must compute alike. Runs in the tests' own process, and as a torchrun program:
 
-    torchrun cases.py MODEL FOLDER        writes FOLDER/results.pt and FOLDER/checkpoint
+torchrun cases.py MODEL FOLDER        writes FOLDER/results.pt and FOLDER/checkpoint
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from environments.toy_repair.tokenizer import build_tokenizer
+from harness.config import CorpusPhase, SftConfig
 from tests.trainer import support
 from trainer import checkpoint, parallel, sft, value
 from trainer.optimizer import Optimizer
@@ -70,13 +73,36 @@ def imitated(folder: Path) -> Result:
     return out
 
 
+def letters(rng: random.Random, level: int) -> list[tuple[str, bool]]:
+    """A corpus of two levels."""
+    return [("a" * level, False), ("".join(rng.choice("bcd") for _ in range(5)), True)]
+
+
+def taught(folder: Path) -> Result:
+    """One step of a curriculum: Muon on sharded attention matrices (apart: it works in bfloat16), AdamW on the rest."""
+    policy = support.policy("qwen3", vocab_size=build_tokenizer().get_vocab_size())
+    before = support.parameters(policy)
+    parallel.shard(policy, torch.float32)
+    skill = sft.Skill(letters, build_tokenizer(), random.Random(0))
+    phases = [CorpusPhase(levels=[1, 2, 3], loss=99.0)]
+    settings = SftConfig(corpus_phases=phases, corpus_optimizer=support.optimizer(lr=1e-3), corpus_batch=40)
+    report = sft.teach(policy, skill, settings.model_dump(), 100)
+    after = support.parameters(policy)
+    muon = {n for n, p in before.items() if ".self_attn." in n and p.ndim == 2}
+    return {
+        "reports": [report],
+        "state": {n: p for n, p in after.items() if n not in muon},
+        "muon": {n: after[n] - before[n] for n in muon},
+    }
+
+
 def exported(folder: Path) -> Result:
     """Names and whole tensors on every rank."""
     made = support.learners(folder)
     return {"state": {n: t.clone() for n, t in export(made.policy.model)} | {n: t.clone() for n, t in export(made.critic)}}
 
 
-CASES: list[Callable[[Path], Result]] = [even, uneven, single, rejected, pretrained, imitated, exported]
+CASES: list[Callable[[Path], Result]] = [even, uneven, single, rejected, pretrained, imitated, taught, exported]
 
 
 def resumed(folder: Path, at: Path) -> Result:

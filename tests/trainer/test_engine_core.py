@@ -80,9 +80,7 @@ def scored(model: Any, sequence: Sequence, temperature: float = 1.0) -> Tensor:
 def check(model: Any, *sequences: Sequence, temperature: float = 1.0) -> None:
     for sequence in sequences:
         assert sequence.finish in ("stop", "length")
-        torch.testing.assert_close(
-            torch.tensor(sequence.logprobs), scored(model, sequence, temperature), atol=1e-4, rtol=0
-        )
+        torch.testing.assert_close(torch.tensor(sequence.logprobs), scored(model, sequence, temperature), atol=1e-4, rtol=0)
 
 
 # --- exactness -------------------------------------------------------------------------------------------------------

@@ -86,9 +86,7 @@ class World:
 
 
 def trainer() -> dict[str, Any]:
-    return TrainerConfig(
-        dtype="float32", micro_batch_tokens=64, optimizer=support.optimizer(lr=1e-3, clip=1.0)
-    ).model_dump()
+    return TrainerConfig(dtype="float32", micro_batch_tokens=64, optimizer=support.optimizer(lr=1e-3, clip=1.0)).model_dump()
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +184,8 @@ def test_the_users_errors_come_back_with_their_next_step(two: World, moe: Path) 
     with pytest.raises(ConfigError, match="another contract") as caught:
         two.call("step", paths=paths, **(STEP | {"sampling": "other"}))
     assert caught.value.hint
+    value = ValueConfig(heldout=1e-9).model_dump()
     with pytest.raises(ConfigError, match="held-out"):
-        value = ValueConfig(heldout=1e-9).model_dump()
         two.call("pretrain_value", model=str(moe), paths=paths, mean_reward=0.5, settings=value, out="x", seed=0)
     assert two.learner.idle
     assert two.call("step", paths=paths, **STEP)["stepped"], "the ranks are still together"

@@ -60,6 +60,14 @@ def test_two_ranks_are_one(moe: Path, two: Path, case: Any) -> None:
     same(both.get("reports"), one.get("reports"))
 
 
+def test_muon_sees_whole_matrices(moe: Path, two: Path) -> None:
+    """Not each rank its own rows. Its iteration is in bfloat16 and lifts the noise of small directions, hence the width."""
+    one, both = cases.taught(moe)["muon"], results(two)["taught"]["muon"]
+    assert one.keys() == both.keys() and len(one) == 8
+    for name, update in one.items():
+        assert (both[name] - update).norm() < 0.2 * update.norm(), name
+
+
 def test_every_rank_answers_the_same(two: Path) -> None:
     """Only rank 0 speaks to the harness; if another disagreed, nobody would see it."""
     first, second = results(two, 0), results(two, 1)

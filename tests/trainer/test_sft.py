@@ -24,14 +24,14 @@ pytestmark = pytest.mark.usefixtures("rank")
 NEVER, EASY = "tests.trainer.test_sft:noise", "tests.trainer.test_sft:easy"
 
 
-def noise(rng: random.Random) -> list[tuple[str, bool]]:
+def noise(rng: random.Random, level: int) -> list[tuple[str, bool]]:
     """Nothing to learn."""
     return [("tools:", False), ("".join(rng.choice("abcdefgh") for _ in range(8)), True)]
 
 
-def easy(rng: random.Random) -> list[tuple[str, bool]]:
-    """Copy one letter; the letter itself cannot be foretold and carries no loss."""
-    letter = rng.choice("ab")
+def easy(rng: random.Random, level: int) -> list[tuple[str, bool]]:
+    """Copy one letter of the level; the letter itself cannot be foretold and carries no loss."""
+    letter = rng.choice("ab" if level == 1 else "xy")
     return [(f"tools:{letter}", False), (letter, True)]
 
 
@@ -53,8 +53,9 @@ def policy(folder: Path) -> Policy:
     return support.learners(folder).policy
 
 
-def gradient(folder: Path, trajectories: list[Trajectory], weight: float, budget: int = 64) -> tuple[dict[str, torch.Tensor],
-float]:
+def gradient(
+    folder: Path, trajectories: list[Trajectory], weight: float, budget: int = 64
+) -> tuple[dict[str, torch.Tensor], float]:
     made = policy(folder)
     loss = sft.weighted_loss(made, [sft.demonstration(t, weight) for t in trajectories], budget)
     return {n: support.whole(p.grad) for n, p in made.named_parameters() if p.grad is not None}, loss
@@ -104,18 +105,32 @@ def test_corpus_pieces_carry_their_loss(words: Path) -> None:
     assert tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False) == "tools:xyzab"
 
 
+def phase(loss: float, *levels: int) -> dict[str, Any]:
+    return {"levels": list(levels), "loss": loss}
+
+
 def test_the_skill_gate_stops_the_run(words: Path) -> None:
-    made = policy(words)
-    with pytest.raises(ConfigError, match="gate `skill`") as caught:
-        sft.train(made, support.batch(1), settings(corpus=NEVER, corpus_max_steps=3), words, budget=400, seed=0)
+    options = settings(corpus=NEVER, corpus_phases=[phase(99.0, 1), phase(0.01, 1)], corpus_max_steps=4, corpus_batch=4)
+    with pytest.raises(ConfigError, match="gate `skill`: phase 1 .* after 4 steps") as caught:
+        sft.train(policy(words), support.batch(1), options, words, budget=400, seed=0)
     assert caught.value.hint
 
 
 def test_a_learnt_skill_passes_and_demonstrations_follow(words: Path) -> None:
-    made = policy(words)
-    options = settings(corpus=EASY, corpus_max_steps=200, corpus_loss=0.3, corpus_warmup=5, corpus_batch=4, decay=0.5)
-    report = sft.train(made, support.batch(1, 9), options, words, budget=400, seed=0)
-    assert 0 < report["corpus_steps"] < 200 and report["corpus_loss"] < 0.3
+    options = settings(
+        corpus=EASY,
+        corpus_phases=[phase(0.5, 1), phase(0.3, 1, 2)],
+        corpus_optimizer=support.optimizer(lr=1e-2, clip=1.0, warmup_steps=5),
+        corpus_batch=8,
+        corpus_max_steps=300,
+        corpus_mix_levels=[2],
+        corpus_mix_batch=2,
+        decay=0.5,
+    )
+    report = sft.train(policy(words), support.batch(1, 9), options, words, budget=400, seed=0)
+    assert [p["levels"] for p in report["corpus"]] == [[1], [1, 2]]
+    assert all(p["loss"] < limit for p, limit in zip(report["corpus"], (0.5, 0.3), strict=True))
+    assert report["corpus_steps"] == report["corpus"][1]["steps"] > report["corpus"][0]["steps"] > 0
     assert report["steps"] == 4 and report["demonstrations"] == 9
 
 

@@ -273,8 +273,10 @@ def test_policy_freeze_leaves_the_policy_alone(moe: Path, near: list[Trajectory]
 
 @pytest.mark.parametrize(
     ("model", "groups"),
-    [("moe", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}), ("dense", {f"mlp.{x}_proj.weight" for x in ("gate",
-    "up", "down")})],
+    [
+        ("moe", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
+        ("dense", {f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")}),
+    ],
 )
 def test_frozen_parameters_stay_bit_identical(
     request: pytest.FixtureRequest, model: str, groups: set[str], near: list[Trajectory]
