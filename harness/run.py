@@ -144,10 +144,10 @@ class Run:
         written = await self.learner.call("publish", path=str(path), probe=probe)
         await self.engine.update_weights(path, version, written["sha256"])
         scored = await self.engine.score(probe)
-        worst = max((abs(a - b) for a, b in zip(scored, written["probe"], strict=True)), default=0.0)
-        if not worst <= PROBE_TOLERANCE[self.config.trainer.dtype]:
+        apart = [abs(a - b) for a, b in zip(scored, written["probe"], strict=True)]
+        if not all(x <= PROBE_TOLERANCE[self.config.trainer.dtype] for x in apart):
             raise EngineError(
-                f"after publishing version {version} engine and trainer differ by {worst:.2e} nats on the probe",
+                f"after publishing version {version} engine and trainer differ by up to {max(apart):.2e} nats on the probe",
                 hint="the weights did not arrive whole; see the engine's log",
             )
         self.version = version

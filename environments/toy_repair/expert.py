@@ -10,7 +10,7 @@ import json
 import random
 import re
 
-RIGHT, HABIT, RETRY = 0.2, 0.65, 0.15
+RIGHT, HABIT, RETRY = 0.15, 0.7, 0.15
 """Shares of edits that read the numbers, that take the first other argument, and of second tries after a failed check."""
 
 _RESULT = re.compile(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", re.DOTALL)

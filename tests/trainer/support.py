@@ -1,4 +1,4 @@
-"""Tiny real models, random trajectories and learners for the tests of the trainer; also imported by `ranks.py` under
+"""Tiny real models, random trajectories and learners for the tests of the trainer; also imported by `cases.py` under
 torchrun.
 """
 
