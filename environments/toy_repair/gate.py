@@ -1,8 +1,8 @@
 """The gate before RL: does the warm policy read the numbers at all? Format and success rate cannot tell; this can.
 
-Flows in: the running engine. Flows out: the probability that the policy restates the wanted number and gives the right name in its
-edit, on tasks whose right name is not the first shown one (where the demonstrator's habit is wrong). RL sharpens this skill; it
-does not invent it.
+Flows in: the running engine. Flows out: the probability that the policy restates the wanted number and gives the right name
+in its edit, on tasks whose right name is not the first shown one (where the demonstrator's habit is wrong). RL sharpens this
+skill; it does not invent it.
 """
 
 from __future__ import annotations

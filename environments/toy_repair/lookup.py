@@ -16,9 +16,10 @@ TURN, TOOL, END = "<|im_start|>assistant\n", "<|im_start|>tool\n", "<|im_end|>\n
 def lookup_text(rng: random.Random, level: int) -> list[tuple[str, bool]]:
     """Pieces of one text and whether each carries loss: numbers of arguments, then arguments asked for by their number.
 
-    Level 0 is bare (`"a": 3, ...` and `"want": 3, "a"`) with two to five arguments. Level 1 has the report line and the words of
-    the edit call; level 2 the conversation around them, half the time with an older report. In levels 1 and 2 the first question
-    is the report's own, and its number carries loss too. A model that starts with level 1 stays at a blind guess for long.
+    Level 0 is bare (`"a": 3, ...` and `"want": 3, "a"`) with two to five arguments. Level 1 has the report line and the
+    words of the edit call; level 2 the conversation around them, half the time with an older report. In levels 1 and 2 the
+    first question is the report's own, and its number carries loss too. A model that starts with level 1 stays at a blind
+    guess for long.
     """
     count = rng.randint(2, ARGUMENTS) if level == 0 else ARGUMENTS
     names = rng.sample(NAMES, count)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,69 +20,18 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from aiohttp import web
 
-from environments.toy_repair import tokenizer
 from harness.chat import Chat
 from harness.engines.embedded import EmbeddedEngine
-from harness.engines.http import HttpEngine, _generation
+from harness.engines.http import HttpEngine
 from harness.engines.scripted import ScriptedEngine
 from harness.errors import EngineError
-from harness.protocols import GenerateRequest, Generation, SamplingContract
-from trainer.model import Policy, build_policy, random_policy
-from trainer.weights import export, read_file, write_file
+from harness.protocols import Generation, SamplingContract
+from tests.contracts.engine_support import MAX_LEN, ROOT, WAIT_S, World, logprobs, needs_proc, request, write_policy
+from trainer.model import Policy, build_policy
+from trainer.weights import read_file, write_file
 
 pytestmark = pytest.mark.timeout(180)
-
-ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0
-MAX_LEN = 40_000
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
-
-
-def write_policy(folder: Path, seed: int) -> Path:
-    """A tiny dense policy with the toy tokenizer."""
-    tokenizer.write(folder)
-    size = tokenizer.build_tokenizer().get_vocab_size()
-    fields = {
-        "model_type": "qwen3",
-        "vocab_size": size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": MAX_LEN,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": True,
-    }
-    policy = random_policy(fields, seed)
-    policy.model.config.to_json_file(folder / "config.json")
-    write_file(dict(export(policy.model)), folder / "model.safetensors")
-    return folder
-
-
-def logprobs(policy: Policy, tokens: list[int]) -> torch.Tensor:
-    """log p of tokens 1.. by one full forward."""
-    with torch.no_grad():
-        n = len(tokens)
-        return policy(torch.tensor(tokens, dtype=torch.int32), torch.arange(n), [0, n], torch.arange(1, n))[0]
-
-
-class World:
-    """An engine and the loop in which its connections live."""
-
-    def __init__(self, runner: asyncio.Runner, engine: Any, chat: Chat) -> None:
-        self.runner, self.engine, self.chat = runner, engine, chat
-
-    def run(self, work: Awaitable[Any]) -> Any:
-        """Wait for it, but not for ever."""
-        return self.runner.run(asyncio.wait_for(work, WAIT_S))
-
-
-def request(prompt: list[int], n: int, *, seed: int | None = 0, stop: tuple[int, ...] = (), **more: Any) -> GenerateRequest:
-    return GenerateRequest(prompt, n, stop, seed=seed, **more)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -399,134 +348,6 @@ def test_a_client_that_goes_away_frees_its_slot(embedded: World) -> None:
         assert len((await engine.generate(request([1], 5))).token_ids) == 5
 
     embedded.run(story())
-
-
-# --- answers that must not be trained --------------------------------------------------------------------------------
-
-
-def choice(**changes: Any) -> dict[str, Any]:
-    good = {
-        "token_ids": [5, 6, 7],
-        "logprobs": {"content": [{"token_id": t, "logprob": -0.5} for t in (5, 6, 7)]},
-        "finish_reason": "stop",
-        "weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],
-    }
-    return {"choices": [good | changes]}
-
-
-def content(*logprobs: Any) -> dict[str, Any]:
-    return {"content": [{"token_id": 5, "logprob": p} for p in logprobs]}
-
-
-def span(version: Any, start: int, end: int) -> dict[str, Any]:
-    return {"version": version, "start": start, "end": end}
-
-
-def test_a_whole_answer_is_read() -> None:
-    assert _generation(choice()) == Generation([5, 6, 7], [-0.5] * 3, [3, 3, 4], "stop")
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        {"choices": []},
-        {"choices": None},
-        {"error": {"message": "EngineDeadError", "code": 500}},
-        choice(token_ids=None),
-        choice(token_ids=[]),
-        choice(token_ids=[5, 6]),
-        choice(token_ids=[5, 6, 7, 8]),
-        choice(token_ids=[], logprobs={"content": []}, weight_versions=[]),
-        choice(logprobs=None),
-        choice(logprobs={"content": None}),
-        choice(logprobs=content(-0.5, -0.5)),
-        choice(logprobs=content(-0.5, None, -0.5)),
-        choice(logprobs={"content": [{}, {}, {}]}),
-        choice(logprobs=content(-0.5, float("nan"), -0.5)),
-        choice(logprobs=content(-0.5, float("-inf"), -0.5)),
-        choice(logprobs=content(-0.5, 0.5, -0.5)),
-        choice(finish_reason=None),
-        choice(finish_reason="abort"),
-        choice(finish_reason="error"),
-        choice(weight_versions=None),
-        choice(weight_versions=[]),
-        choice(weight_versions=[span("3", 0, 2)]),
-        choice(weight_versions=[span("3", 0, 1), span("4", 2, 3)]),
-        choice(weight_versions=[span("3", 0, 2), span("4", 1, 3)]),
-        choice(weight_versions=[span("3", 1, 3)]),
-        choice(weight_versions=[span("3", 0, 4)]),
-        choice(weight_versions=[span("3", 0, 5), span("3", 5, 3)]),
-        choice(weight_versions=[span("default", 0, 3)]),
-        choice(weight_versions=[span("-1", 0, 3)]),
-        choice(weight_versions=[{"version": "3"}]),
-    ],
-    ids=lambda answer: str(answer)[-90:],
-)
-def test_an_incomplete_answer_is_an_engine_error(answer: dict[str, Any]) -> None:
-    with pytest.raises(EngineError):
-        _generation(answer)
-
-
-async def _canned(answer: Any, ask: Callable[[HttpEngine], Awaitable[Any]]) -> Any:
-    """What the client makes of a server that answers this."""
-
-    async def handle(_: web.Request) -> web.StreamResponse:
-        if isinstance(answer, web.StreamResponse):
-            return answer
-        return web.json_response(answer)
-
-    app = web.Application()
-    app.router.add_post("/{route:.*}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    engine = HttpEngine(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", request_s=10.0)  # type: ignore[union-attr]
-    try:
-        return await ask(engine)
-    finally:
-        await engine.close()
-        await runner.cleanup()
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        [],
-        {"prompt_logprobs": None},
-        {"prompt_logprobs": [None]},
-        {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}, None]},
-        {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}, {"9": {"logprob": -1.0}}]},
-        {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}, {"3": {"logprob": None}}]},
-        {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}, {"3": {"logprob": float("nan")}}]},
-        {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}, {"3": {}}]},
-    ],
-    ids=str,
-)
-def test_an_incomplete_score_is_an_engine_error(answer: Any) -> None:
-    """The probe after a publish compares it; a NaN that compares as false must not pass for a match."""
-    with pytest.raises(EngineError):
-        asyncio.run(_canned(answer, lambda engine: engine.score([1, 2, 3])))
-
-
-@pytest.mark.parametrize("status", [200, 404, 500, 503])
-def test_what_is_not_an_answer_is_an_engine_error(status: int) -> None:
-    with pytest.raises(EngineError):
-        asyncio.run(_canned(web.Response(status=status, text="<html>"), lambda engine: engine.generate(request([1], 1))))
-
-
-def test_nobody_there_is_an_engine_error() -> None:
-    async def story() -> None:
-        engine = HttpEngine("http://127.0.0.1:9", request_s=10.0)
-        with pytest.raises(EngineError) as caught:
-            await engine.generate(request([1], 1))
-        assert "127.0.0.1:9" in caught.value.hint
-        await engine.close()
-        await engine.close()
-
-    asyncio.run(story())
 
 
 # --- the process -----------------------------------------------------------------------------------------------------

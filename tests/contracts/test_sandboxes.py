@@ -1,114 +1,33 @@
-"""One suite for all sandboxes: real processes and real containers (and memory, where it can take part).
-
-Docker is required on Linux; `SAO_TEST_DOCKER=0` leaves it out. `.ci/docker.sh` makes the engine and the image.
-"""
+"""One suite for all sandboxes: real processes and real containers (and memory, where it can take part)."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import os
-import shlex
-import shutil
-import signal
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from environments.toy_repair.tasks import HIDDEN_CASES, make_task
-from harness.errors import ConfigError, SandboxError
+from harness.errors import SandboxError
 from harness.protocols import ExecResult, Sandbox
 from harness.sandboxes import process
-from harness.sandboxes.docker import DockerSandboxes, Engine
-from harness.sandboxes.memory import MemorySandboxes
-from harness.sandboxes.process import ProcessSandboxes
-from harness.sandboxes.shell import CappedOutput, Shell
-from harness.task import Task
+from tests.contracts.sandbox_support import (
+    COMMAND_S,
+    TASK,
+    every,
+    needs_docker,
+    needs_proc,
+    ok,
+    play,
+    real,
+    started,
+)
 
 pytestmark = pytest.mark.timeout(180)
-
-IMAGE = os.environ.get("SAO_TEST_IMAGE", "sao-test:bookworm")
-HAVE_DOCKER = os.environ.get("SAO_TEST_DOCKER", "1" if sys.platform == "linux" else "0") != "0"
-needs_docker = pytest.mark.skipif(not HAVE_DOCKER, reason="SAO_TEST_DOCKER=0, or not Linux: no real containers")
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="processes are found through /proc")
-DOCKER = pytest.param("docker", marks=needs_docker)
-real = pytest.mark.parametrize("kind", ["process", DOCKER])
-every = pytest.mark.parametrize("kind", ["memory", "process", DOCKER])
-
-PROVIDERS: dict[str, Any] = {"memory": MemorySandboxes, "process": ProcessSandboxes, "docker": DockerSandboxes}
-ROOT = Path(__file__).resolve().parents[2]
-TASK = Task(id="contract", messages=())
-COMMAND_S = 30.0
-
-
-@asynccontextmanager
-async def started(kind: str, run_id: str = "", **options: Any) -> AsyncIterator[Any]:
-    """A started provider, closed at the end whatever happens."""
-    cls = PROVIDERS[kind]
-    if kind == "docker":
-        options = {"image": IMAGE, **options}
-    provider = cls(cls.Config(**options), run_id or f"test-{uuid.uuid4().hex[:8]}")
-    await provider.start()
-    try:
-        yield provider
-    finally:
-        await provider.close()
-
-
-def play(kind: str, story: Callable[[Sandbox], Awaitable[None]], **options: Any) -> None:
-    """Run a story in one sandbox."""
-
-    async def main() -> None:
-        async with started(kind, **options) as provider:
-            await story(await provider.acquire(TASK))
-
-    asyncio.run(main())
-
-
-async def ok(sandbox: Sandbox, command: str) -> str:
-    """The output of a command that must succeed."""
-    result = await sandbox.exec(command, timeout_s=COMMAND_S)
-    assert (result.exit_code, result.timed_out) == (0, False), result
-    return result.output
-
-
-def processes_of(mark: str) -> list[int]:
-    """Pids whose environment holds the text."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-    return found
-
-
-def folders_of(run_id: str) -> list[Path]:
-    """Folders of a run's process sandboxes."""
-    return list(Path(tempfile.gettempdir()).glob(f"sao-{run_id}-*"))
-
-
-def containers_of(run_id: str) -> list[str]:
-    """Ids of a run's containers, running or not."""
-    engine = Engine()
-    found = [container["Id"] for container in engine.find(f"sao.run={run_id}")]
-    engine.close()
-    return found
-
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
@@ -325,216 +244,6 @@ def test_a_full_disk_is_a_sandbox_error_docker() -> None:
     play("docker", story)
 
 
-# --- isolation -------------------------------------------------------------------------------------------------------
-
-
-@real
-def test_the_network_is_off(kind: str) -> None:
-    async def main() -> None:
-        async with started(kind) as provider:
-            if kind == "process" and not provider._unshare:
-                pytest.skip("this kernel refuses a network namespace; the provider says so in its log line")
-            sandbox = await provider.acquire(TASK)
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                address = listener.getsockname()
-                socket.create_connection(address, timeout=5).close()  # it can be reached from here
-                connect = f"import socket; socket.create_connection({address!r}, timeout=5)"
-                result = await sandbox.exec(f"python3 -c {shlex.quote(connect)}", timeout_s=COMMAND_S)
-            assert result.exit_code == 1
-            assert "Error" in result.output
-            devices = (await ok(sandbox, "tail -n +3 /proc/net/dev")).split()
-            assert [word for word in devices if word.endswith(":")] == ["lo:"]
-
-    asyncio.run(main())
-
-
-def test_the_process_sandbox_hides_the_callers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_TOKEN", "secret-value")
-
-    async def story(sandbox: Sandbox) -> None:
-        names = {line.partition("=")[0] for line in (await ok(sandbox, "env")).splitlines()}
-        assert names <= {"PATH", "HOME", "TMPDIR", "LANG", "SAO_SANDBOX", "PWD", "OLDPWD", "SHLVL", "_"}
-        assert await ok(sandbox, '[ "$HOME" = "$PWD" ] && echo home') == "home\n"
-
-    play("process", story)
-
-
-def test_the_process_sandbox_limits_file_size() -> None:
-    async def story(sandbox: Sandbox) -> None:
-        result = await sandbox.exec("head -c 3000000 /dev/zero > big", timeout_s=COMMAND_S)
-        assert result.exit_code != 0
-        assert len(await sandbox.read("big")) == 1 << 20
-
-    play("process", story, file_mb=1)
-
-
-@needs_docker
-def test_the_container_is_locked_down() -> None:
-    forks = "import subprocess\nfor n in range(99):\n  try: subprocess.Popen(['sleep', '5'])\n"
-    forks += "  except BlockingIOError: print('refused', n); break"
-
-    async def story(sandbox: Sandbox) -> None:
-        status = dict(line.split(":\t", 1) for line in (await ok(sandbox, "cat /proc/self/status")).splitlines())
-        assert int(status["CapEff"], 16) == 0
-        assert int(status["CapBnd"], 16) == 0
-        assert status["NoNewPrivs"] == "1"
-        assert status["Seccomp"] == "2"
-        refused = (await ok(sandbox, f"python3 -c {shlex.quote(forks)}; pkill sleep")).split()
-        assert refused[0] == "refused"
-        assert int(refused[1]) <= 32
-        hungry = await sandbox.exec("python3 -c 'bytearray(300 << 20)'", timeout_s=COMMAND_S)
-        assert hungry.exit_code == 137
-        big = await sandbox.exec("head -c 3000000 /dev/zero > big", timeout_s=COMMAND_S)
-        assert big.exit_code == 153
-        assert await ok(sandbox, "stat -c %s big") == f"{1 << 20}\n"
-        assert "bash" in await ok(sandbox, "kill -9 1; kill -9 -1; cat /proc/1/cmdline | tr '\\0' ' '")
-
-    play("docker", story, pids=32, memory_mb=128, file_mb=1)
-
-
-@needs_docker
-def test_a_lost_container_is_a_sandbox_error() -> None:
-    async def main() -> None:
-        async with started("docker", run_id := f"test-{uuid.uuid4().hex[:8]}") as provider:
-            sandbox = await provider.acquire(TASK)
-            await ok(sandbox, "true")
-            engine = Engine()
-            command = asyncio.ensure_future(sandbox.exec("sleep 60", timeout_s=COMMAND_S))
-            await asyncio.wait([command], timeout=0.2)
-            engine.remove(containers_of(run_id)[0])
-            engine.close()
-            with pytest.raises(SandboxError):
-                await command
-            with pytest.raises(SandboxError):
-                await sandbox.exec("true", timeout_s=COMMAND_S)
-
-    asyncio.run(main())
-
-
-@needs_docker
-def test_docker_problems_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(**options: Any) -> None:
-        async with started("docker", **options):
-            pass
-
-    with pytest.raises(ConfigError, match="image localhost:1/sao-missing:none is missing") as caught:
-        asyncio.run(start(image="localhost:1/sao-missing:none"))
-    assert "docker image inspect" in caught.value.hint
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    with pytest.raises(ConfigError, match="Docker cannot be reached") as caught:
-        asyncio.run(start())
-    assert caught.value.hint == "install and start it, or set sandbox.id=process"
-
-
-# --- nothing is left -------------------------------------------------------------------------------------------------
-
-
-@every
-def test_close_twice_and_use_after_close(kind: str) -> None:
-    async def story(sandbox: Sandbox) -> None:
-        await sandbox.write("file", b"x")
-        await sandbox.close()
-        await sandbox.close()
-        for use in (sandbox.exec("true", timeout_s=1), sandbox.read("file"), sandbox.write("file", b"")):
-            with pytest.raises(SandboxError):
-                await use
-
-    play(kind, story)
-
-
-@needs_proc
-def test_a_closed_process_sandbox_leaves_nothing() -> None:
-    async def main() -> None:
-        async with started("process", run_id := f"test-{uuid.uuid4().hex[:8]}") as provider:
-            one, two = await provider.acquire(TASK), await provider.acquire(TASK)
-            for sandbox in (one, two):
-                await ok(sandbox, "(setsid sleep 99 &); nohup sleep 99 & mkdir locked; touch locked/x; chmod 0 locked")
-            assert len(processes_of(f"SAO_SANDBOX=sao-{run_id}-")) >= 8
-            await one.close()
-            assert not processes_of(f"SAO_SANDBOX={one._label}\0")
-            assert processes_of(f"SAO_SANDBOX={two._label}\0")
-            assert not one._folder.exists()
-            assert two._folder.exists()
-        assert not processes_of(f"SAO_SANDBOX=sao-{run_id}-")
-        assert not folders_of(run_id)
-
-    asyncio.run(main())
-
-
-@needs_docker
-def test_a_closed_container_leaves_nothing() -> None:
-    async def main() -> None:
-        async with started("docker", run_id := f"test-{uuid.uuid4().hex[:8]}") as provider:
-            one, _ = await provider.acquire(TASK), await provider.acquire(TASK)
-            await ok(one, "sleep 99 & true")
-            await one.close()
-            assert len(containers_of(run_id)) == 1
-            starting = asyncio.ensure_future(provider.acquire(TASK))
-            await asyncio.wait([starting], timeout=0.05)
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
-            assert len(containers_of(run_id)) == 1
-        assert not containers_of(run_id)
-
-    asyncio.run(main())
-
-
-OWNER = """
-import asyncio, sys
-from harness.task import Task
-from tests.contracts.test_sandboxes import started
-async def main():
-    async with started(sys.argv[1], sys.argv[2]) as provider:
-        sandbox = await provider.acquire(Task(id="t", messages=()))
-        await sandbox.exec("(setsid sleep 99 &); true", timeout_s=30)
-        print("ready", flush=True)
-        await asyncio.wait_for(asyncio.Event().wait(), 60)
-asyncio.run(main())
-"""
-
-
-@real
-@needs_proc
-@pytest.mark.parametrize("by_name", [False, True])
-def test_reap_finds_what_a_killed_owner_left(kind: str, by_name: bool) -> None:
-    run_id = f"test-{uuid.uuid4().hex[:8]}"
-    left: Callable[[], bool] = {
-        "process": lambda: bool(folders_of(run_id) or processes_of(f"SAO_SANDBOX=sao-{run_id}-")),
-        "docker": lambda: bool(containers_of(run_id)),
-    }[kind]
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind, run_id], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "ready\n"
-        PROVIDERS[kind].reap(None)
-        assert left(), "a living owner's sandboxes are not reaped"
-    finally:
-        owner.send_signal(signal.SIGKILL)
-        owner.communicate()
-    assert left()
-    assert PROVIDERS[kind].reap(run_id if by_name else None) >= 1
-    assert not left()
-
-
-@real
-def test_eight_at_once(kind: str) -> None:
-    async def main() -> None:
-        async with started(kind) as provider:
-
-            async def episode(number: int) -> str:
-                sandbox = await provider.acquire(TASK)
-                await sandbox.write("number", str(number).encode())
-                outputs = [await ok(sandbox, f"cat number; echo ' {turn}'") for turn in range(5)]
-                await sandbox.close()
-                return "".join(outputs)
-
-            results = await asyncio.gather(*(episode(number) for number in range(8)))
-            assert results == ["".join(f"{number} {turn}\n" for turn in range(5)) for number in range(8)]
-
-    asyncio.run(main())
-
-
 # --- the same answer everywhere --------------------------------------------------------------------------------------
 
 
@@ -601,85 +310,3 @@ def test_memory_runs_scripts_like_python() -> None:
     asyncio.run(main())
     assert sys.path == path_before
     assert sys.dont_write_bytecode == bytecode_before
-
-
-# --- the shell protocol ----------------------------------------------------------------------------------------------
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=200)
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_printf_gives_any_text_back() -> None:
-    with asyncio.Runner() as runner:
-        provider = ProcessSandboxes(ProcessSandboxes.Config(), f"test-{uuid.uuid4().hex[:8]}")
-        runner.run(provider.start())
-        sandbox = runner.run(provider.acquire(TASK))
-
-        @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        @given(TEXT)
-        def round_trip(text: str) -> None:
-            result = runner.run(sandbox.exec(f"printf %s {shlex.quote(text)}", timeout_s=COMMAND_S))
-            assert result == ExecResult(text, 0)
-
-        @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-        @given(TEXT)
-        def any_command(text: str) -> None:
-            # In a subshell and without redirections it may fail, but can neither hang nor break the next command.
-            harmless = text.translate({ord(char): "_" for char in "><|&;(){}`$\n\\"})
-            runner.run(sandbox.exec(f"( : {harmless}", timeout_s=COMMAND_S))
-            assert runner.run(sandbox.exec("echo fine", timeout_s=COMMAND_S)) == ExecResult("fine\n", 0)
-
-        try:
-            round_trip()
-            any_command()
-        finally:
-            runner.run(provider.close())
-
-
-class ScriptedStream:
-    """Answers every command with the same bytes, in pieces of given sizes."""
-
-    def __init__(self, output: bytes, sizes: list[int]) -> None:
-        self._output, self._sizes = output, sizes
-        self._waiting = b""
-
-    async def write(self, data: bytes) -> None:
-        """Take a command and queue its answer."""
-        words = data.split()
-        if words[0] != b"sao-go":
-            self._waiting += self._output + b"\n" + words[-4] + b" 7 /folder\n"
-
-    async def read(self) -> bytes:
-        """The next piece."""
-        self._sizes.append(size := self._sizes.pop(0))
-        piece, self._waiting = self._waiting[:size], self._waiting[size:]
-        return piece
-
-
-@given(st.binary(max_size=300) | TEXT.map(str.encode), st.lists(st.integers(1, 60), min_size=1, max_size=5))
-def test_the_marker_is_found_however_the_stream_is_cut(output: bytes, sizes: list[int]) -> None:
-    async def main() -> None:
-        stream = ScriptedStream(output, sizes)
-
-        async def opened() -> ScriptedStream:
-            return stream
-
-        async def killed() -> None:
-            raise AssertionError("nothing is to be killed")
-
-        shell = Shell(opened, killed)
-        for _ in range(2):
-            result = await shell.exec("anything", timeout_s=COMMAND_S)
-            assert result == ExecResult(output.decode(errors="replace"), 7)
-
-    asyncio.run(main())
-
-
-@given(st.lists(st.binary(max_size=40)), st.integers(1, 20))
-def test_capped_output_keeps_both_ends(pieces: list[bytes], half: int) -> None:
-    whole, output = b"".join(pieces), CappedOutput(2 * half)
-    for piece in pieces:
-        output.add(piece)
-    gap = f"\n[... {len(whole) - 2 * half} bytes left out ...]\n".encode()
-    expected = whole if len(whole) <= 2 * half else whole[:half] + gap + whole[-half:]
-    assert output.text() == expected.decode(errors="replace")
