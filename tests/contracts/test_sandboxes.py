@@ -261,7 +261,7 @@ def toy_outputs(kind: str) -> list[ExecResult]:
                 for value in (task.data["planted"], task.data["wanted"], "nothing", "("):
                     await sandbox.write("lib.py", f"{head}\n    return {value}  # the test wants 3\n".encode())
                     for cases, first, last in (("cases", 0, 1), ("cases", 3, 4), ("hidden", 0, HIDDEN_CASES)):
-                        command = f"python3 -I -S tests/check.py tests/{cases}.json {first} {last}"
+                        command = f"python3 -I -S tests/check.py tests/{cases}.txt {first} {last}"
                         results.append(await sandbox.exec(command, timeout_s=COMMAND_S))
                 await sandbox.close()
 
