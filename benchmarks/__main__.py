@@ -4,7 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
-names = sorted(p.stem for p in Path(__file__).parent.glob("[!_]*.py"))
+names = sorted(p.stem for p in Path(__file__).parent.glob("[!_]*.py") if p.stem != "support")
 chosen = sys.argv[1:] or names
 for name in chosen:
     if name not in names:

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import signal
+import sqlite3
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -44,7 +45,10 @@ def main() -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        _complain(SaoError(str(error), hint="free disk space or correct permissions, then `sao train --resume RUN`"))
+        _complain(SaoError(str(error), hint="free disk space or correct permissions; a run goes on with --resume"))
+        sys.exit(1)
+    except sqlite3.OperationalError as error:
+        _complain(SaoError(f"the ledger cannot be written: {error}", hint="free disk space, then go on with --resume"))
         sys.exit(1)
 
 
@@ -89,15 +93,21 @@ def _load(args: argparse.Namespace) -> Config:
     return load_config(args.config, args.overrides)
 
 
-def _open(args: argparse.Namespace, name: str) -> tuple[RunDir, Config, bool] | None:
+def _open(args: argparse.Namespace, name: str, needs: str | None = None) -> tuple[RunDir, Config, bool] | None:
     """The run folder to work in, or None after a dry run."""
     resume = getattr(args, "resume", None)
     if resume is not None:
         if args.config is not None:
             raise ConfigError(f"--resume takes its configuration from the run, not {args.config!r}", hint="drop the argument")
         folder, config = RunDir.resume(Path(resume))
+        if args.dry_run:
+            folder.close()
+            print(dump_config(config), end="")
+            return None
         return folder, config, True
     config = _load(args)
+    if needs is not None and getattr(config, needs) is None:
+        raise ConfigError(f"the configuration has no [{needs}] table", hint="add one, see configs/quickstart-scratch.toml")
     if args.dry_run:
         print(dump_config(config), end="")
         return None
@@ -131,12 +141,10 @@ def _sft(args: argparse.Namespace) -> int:
     from harness.run import Run
     from harness.stages import check_gate, warm_start
 
-    opened = _open(args, "sft")
+    opened = _open(args, "sft", "sft")
     if opened is None:
         return 0
     folder, config, _ = opened
-    if config.sft is None:
-        raise ConfigError("the configuration has no [sft] table", hint="add one, see configs/quickstart-scratch.toml")
 
     async def job() -> Path:
         async with Run(folder, config) as run:
@@ -153,12 +161,10 @@ def _pretrain_value(args: argparse.Namespace) -> int:
     from harness.run import Run
     from harness.stages import pretrain_value, warm_start
 
-    opened = _open(args, "pretrain-value")
+    opened = _open(args, "pretrain-value", "value")
     if opened is None:
         return 0
     folder, config, _ = opened
-    if config.value is None:
-        raise ConfigError("the configuration has no [value] table", hint="add one, see configs/quickstart.toml")
 
     async def job() -> Path:
         async with Run(folder, config) as run:
@@ -219,9 +225,10 @@ def _status(args: argparse.Namespace) -> int:
 
 def _clean(args: argparse.Namespace) -> int:
     total = 0
+    run_id = None if args.run is None else Path(args.run).name
     for name in BUILTIN["sandbox"]:
         try:
-            total += find("sandbox", name).reap(args.run)
+            total += find("sandbox", name).reap(run_id)
         except ConfigError as error:
             print(f"{name}: skipped: {error.message}", file=sys.stderr)
     print(f"removed {total}")

@@ -46,7 +46,6 @@ class LimitsConfig(Section):
     max_context: int = Field(131_072, ge=2)
     max_tokens_per_turn: int = Field(8_192, ge=1)
     wall_s: float = Field(3_600.0, gt=0)
-    command_s: float = Field(60.0, gt=0)
 
     def limits(self) -> Limits:
         """As the plain dataclass that plug-ins see."""
@@ -256,6 +255,23 @@ class Config(Section):
                     raise ConfigError(f"`model.path` = {self.model.path!r}: there is no {name}", hint="give a model folder")
         elif self.sft is None:
             raise ConfigError("`model.scratch` without `[sft]`: RL cannot start from random weights", hint="add an [sft] table")
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        sft, scratch = self.sft, self.model.scratch
+        if sft is not None and (sft.script is None) == (sft.run is None):
+            raise ConfigError(
+                "exactly one of `sft.script` and `sft.run` must be given", hint="say where demonstrations come from"
+            )
+        if self.value is not None and self.critic.init is not None:
+            raise ConfigError("`critic.init` and `[value]` exclude each other", hint="drop the one that you do not want")
+        if self.engine.url is not None and (set_here := {"max_batch", "threads"} & self.engine.model_fields_set):
+            raise ConfigError(
+                f"`engine.{min(set_here)}` is for the embedded engine, not for `engine.url`", hint="drop one of them"
+            )
+        for name in ("tokenizer", "model_type"):
+            if scratch is not None and name not in scratch:
+                raise ConfigError(f"`model.scratch.{name}` is missing", hint="see configs/quickstart-scratch.toml")
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:

@@ -68,7 +68,7 @@ def boundary(fault: type[InfrastructureError], what: str) -> Iterator[None]:
 
 
 async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | None = None) -> Episode:
-    """Play and judge one episode. Only cancellation and `ConfigError`-like setup mistakes pass through."""
+    """Play and judge one episode. Cancellation, `ConfigError` and `InvariantError` pass through."""
     session = stage.session(episode_id, seed)
     start = time.monotonic()
     sandbox: Sandbox | None = None

@@ -6,8 +6,9 @@ SaoError
 ├── InfrastructureError  the policy could not have caused it: the episode is retried or dropped, never scored 0
 │   ├── SandboxError     container or process lost, image missing, disk full
 │   ├── EngineError      the inference engine failed, or answered something inexact
-│   ├── EnvironmentFault an environment's own code raised (set-up, tool, grader)
-│   └── LearnerError     the trainer process failed
+│   ├── EnvironmentFault an environment's own code raised (set-up, tool)
+│   └── VerifierFault    the grader failed: the verdict is unknown
+├── LearnerError         the trainer process failed: the run stops with everything recorded
 └── EpisodeEnd           the policy caused it: the episode ends, is judged and trained (carries the termination reason)
 """
 

@@ -28,7 +28,6 @@ class Learner:
         self._writer: asyncio.StreamWriter | None = None
         self._lock = asyncio.Lock()
         self._broken = False
-        self.busy_s = 0.0
 
     @classmethod
     async def launch(cls, log: Path, *, ranks: int, threads: int, start_s: float) -> Learner:
@@ -83,7 +82,6 @@ class Learner:
         async with self._lock:
             if self._broken:
                 raise LearnerError(f"trainer `{command}`: an earlier command was not answered", hint=f"see {self._log}")
-            start = asyncio.get_running_loop().time()
             try:
                 self._writer.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
                 await self._writer.drain()
@@ -94,8 +92,6 @@ class Learner:
             except asyncio.CancelledError:
                 self._broken = True
                 raise
-            finally:
-                self.busy_s += asyncio.get_running_loop().time() - start
         if not line:
             self._broken = True
             raise LearnerError(f"the trainer died in `{command}`:\n{processes.tail(self._log)}", hint=f"see {self._log}")

@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +60,13 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(SCHEMA)
-        except sqlite3.OperationalError:
+        except sqlite3.OperationalError:  # a full or read-only disk, not a wrong file
             raise
         except sqlite3.DatabaseError as error:
             raise ConfigError(f"{folder / 'ledger.sqlite'} is not a ledger: {error}", hint="give a run folder") from error
         top = self._db.execute("SELECT COALESCE(MAX(position), 0) FROM episodes").fetchone()[0]
         self._position = int(top)
+        self._watch = time.monotonic()
 
     def close(self) -> None:
         """Close the file."""
@@ -236,6 +239,19 @@ class Ledger:
             "SELECT AVG(reward) FROM episodes WHERE purpose = ? AND reward IS NOT NULL", (purpose,)
         ).fetchone()
         return float(row[0] or 0.0)
+
+    @contextmanager
+    def stopwatch(self) -> Iterator[None]:
+        """Add the time of the block to the run's `wall_s`, over all resumes."""
+        self._watch = time.monotonic()
+        try:
+            yield
+        finally:
+            self.put("wall_s", self.wall_s())
+
+    def wall_s(self) -> float:
+        """Seconds that the run has been at work, this process included."""
+        return float(self.get("wall_s", 0.0)) + time.monotonic() - self._watch
 
     def get(self, key: str, default: Any = None) -> Any:
         """A stored fact."""

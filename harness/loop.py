@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.dashboard import Dashboard
+from harness.errors import LearnerError
 from harness.learner import Learner
 from harness.ledger import Pending
 from harness.protocols import SamplingContract
@@ -27,7 +28,11 @@ STOP_GRACE_S = 4.0
 
 async def train(run: Run) -> dict[str, Any]:
     """The main job, from the warm start to the held-out result. Returns the summary."""
-    start = time.monotonic()
+    with run.ledger.stopwatch():
+        return await _train(run)
+
+
+async def _train(run: Run) -> dict[str, Any]:
     await warm_start(run)
     await run.launch()
     await check_gate(run)
@@ -38,14 +43,14 @@ async def train(run: Run) -> dict[str, Any]:
     await loop.run_to(run.config.steps)
     after = await evaluate(run, "after")
     await run.learner.call("export_policy", model=str(run.model), out=str(run.folder.path / "policy"))
-    return summarise(run, before, after, time.monotonic() - start)
+    return summarise(run, before, after)
 
 
-def summarise(run: Run, before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, Any]:
+def summarise(run: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Write and return `summary.json`."""
     summary = {
         "heldout": {"before": before, "after": after},
-        "wall_s": round(wall_s, 2),
+        "wall_s": round(run.ledger.wall_s(), 2),
         "policy_version": run.version,
         "episodes": run.ledger.counts(),
         "run": str(run.folder.path),
@@ -64,6 +69,8 @@ class Loop:
         self.clock = Clock()
         self.started = time.monotonic()
         self._seen = (self.started, 0.0)
+        self._trained = 0
+        self._not_finite = 0
 
     async def prepare(self, critic: Path) -> None:
         """Load policy and critic, go back to the last checkpoint if there is one, close the ledger's book there."""
@@ -83,6 +90,9 @@ class Loop:
         )
         point = run.ledger.get("checkpoint", {"batches": 0, "version": 0, "path": None})
         closed = run.ledger.recover(point["batches"], point["version"])
+        self._trained = point["batches"]
+        run.folder.rewind(point["batches"])
+        run.folder.prune_checkpoints(self.config.trainer.keep_checkpoints, point["path"])
         self.clock.consumed, self.clock.version = point["batches"], point["version"]
         if point["path"] is not None:
             await self.learner.call("load", path=str(run.folder.path / point["path"]))
@@ -109,8 +119,20 @@ class Loop:
                     dashboard.show(row)
         finally:
             await self.rollout.stop()
-            if self.clock.consumed > run.ledger.get("checkpoint", {"batches": 0})["batches"] and self.learner.idle:
+            await self._last_checkpoint()
+
+    async def _last_checkpoint(self) -> None:
+        """Keep what was trained since the last one, if trainer and ledger agree; a stop gives it only the grace."""
+        covered = self.run.ledger.get("checkpoint", {"batches": 0})["batches"]
+        if self.clock.consumed == covered or self._trained != self.clock.consumed or not self.learner.idle:
+            return
+        task = asyncio.current_task()
+        stopping = task is not None and task.cancelling() > 0
+        try:
+            async with asyncio.timeout(STOP_GRACE_S if stopping else None):
                 await self.checkpoint()
+        except TimeoutError:
+            log.info("no time for a last checkpoint: batches after %d will be trained again", covered)
 
     async def next_batch(self, size: int) -> list[Pending]:
         """The first `size` waiting episodes in order of completion; too stale ones are dropped and their tasks tried again."""
@@ -127,7 +149,9 @@ class Loop:
         """One step: book the batch, move critic and policy, publish, log. Returns the metrics row."""
         run, number = self.run, self.clock.consumed + 1
         start = time.monotonic()
+        lag = sum(self.clock.version - p.submit_version for p in batch) / len(batch)
         run.ledger.consume(number, [p.id for p in batch], self.clock.version)
+        self._trained = -1
         result = await self.learner.call(
             "step",
             paths=[str(run.ledger.path(p.id, s)) for p in batch for s in range(p.segments)],
@@ -139,21 +163,34 @@ class Loop:
             seed=self.config.seed * 1_000_003 + number,
         )
         trained_s = time.monotonic() - start
+        self._trained = number
+        self._check_finite(result["metrics"])
         if result["stepped"]:
             await run.publish(self.clock.version + 1)
             self.clock.version += 1
         run.ledger.finish_batch(number)
         self.clock.consumed = number
         await self.rollout.moved()
-        row = self._row(batch, result["metrics"], waited_s, trained_s, time.monotonic() - start)
+        row = self._row(waited_s, time.monotonic() - start) | {
+            "async/submission_lag": lag,
+            "time/train_s": round(trained_s, 4),
+            "time/publish_s": round(time.monotonic() - start - trained_s, 4),
+            **result["metrics"],
+        }
         run.folder.metrics(row)
         if number % self.config.trainer.checkpoint_every == 0:
             await self.checkpoint()
         return row
 
-    def _row(
-        self, batch: list[Pending], metrics: dict[str, Any], waited_s: float, trained_s: float, step_s: float
-    ) -> dict[str, Any]:
+    def _check_finite(self, metrics: dict[str, Any]) -> None:
+        """Skipped steps are data; three in a row are a broken run."""
+        skipped = any(name.startswith("grad/") and value is None for name, value in metrics.items())
+        self._not_finite = self._not_finite + 1 if skipped else 0
+        if self._not_finite == 3:
+            raise LearnerError("three steps in a row had a gradient that is not finite", hint="lower the learning rate, resume")
+
+    def _row(self, waited_s: float, step_s: float) -> dict[str, Any]:
+        """What the harness knows of the step that just ended."""
         seen = self.run.ledger.batch_facts(self.clock.consumed)
         now, slot_s = time.monotonic(), self.rollout.slot_seconds()
         in_flight = (slot_s - self._seen[1]) / max(now - self._seen[0], 1e-9)
@@ -171,11 +208,7 @@ class Loop:
             "async/rollout_idle": 1 - in_flight / self.config.rollout.concurrency,
             "async/trainer_idle": waited_s / max(waited_s + step_s, 1e-9),
             "async/queue": len(self.run.ledger.pending()),
-            "async/submission_lag": sum(self.clock.version - p.submit_version for p in batch) / len(batch),
             "time/wait_s": round(waited_s, 4),
-            "time/train_s": round(trained_s, 4),
-            "time/publish_s": round(step_s - trained_s, 4),
-            **metrics,
         }
 
     async def checkpoint(self) -> None:
@@ -184,7 +217,7 @@ class Loop:
         path = Path("checkpoints") / f"batch-{self.clock.consumed:06d}-{run.generation}"
         await self.learner.call("save", path=str(run.folder.path / path))
         run.ledger.put("checkpoint", {"batches": self.clock.consumed, "version": self.clock.version, "path": str(path)})
-        run.folder.prune_checkpoints(self.config.trainer.keep_checkpoints)
+        run.folder.prune_checkpoints(self.config.trainer.keep_checkpoints, str(path))
 
 
 async def _finish(step: Any) -> Any:

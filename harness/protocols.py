@@ -221,8 +221,11 @@ class InferenceEngine(Protocol):
         """log p(token | before) of tokens 1.. under the current weights, [L-1]; the probe after each publish."""
         ...
 
-    async def update_weights(self, path: Path, version: int) -> None:
-        """Pause, load `path`, label it `version`, resume; in-flight requests go on. Raises `EngineError` and stays paused."""
+    async def update_weights(self, path: Path, version: int, sha256: str | None = None) -> None:
+        """Pause, load `path` (checked against its sha256), label it `version`, resume; requests in flight go on.
+
+        Raises `EngineError` and stays paused.
+        """
         ...
 
     async def close(self) -> None:

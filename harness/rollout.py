@@ -22,6 +22,13 @@ LOST_IN_A_ROW = 5
 """Episodes per slot that infrastructure may lose without one success before the run stops."""
 
 
+def lost_error(count: int, last: str) -> InfrastructureError:
+    """What stops a run that produces nothing."""
+    return InfrastructureError(
+        f"{count} episodes in a row were lost; the last: {last}", hint="mend the cause, then --resume"
+    )
+
+
 def capacity(*, concurrency: int, running: int, eta: float, consumed: int, batch: int, accepted: int) -> int:
     """How many episodes may start now (algorithm.md 4.5; consumed and accepted count since the start of training)."""
     return min(concurrency - running, int((eta + consumed + 1) * batch) - (accepted + running))
@@ -185,11 +192,11 @@ class Rollout:
         except Exception as error:  # noqa: BLE001 - the loop raises it out of `wait_pending`
             await self._fail(error)
         finally:
+            self.slot_seconds()
+            self._running.pop(runner)
             if not booked:
                 reason = "stopped" if self._stopping else "failed"
                 self._ledger.drop(episode_id, Termination.ABORTED, reason)
-            self.slot_seconds()
-            self._running.pop(runner)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -208,9 +215,7 @@ class Rollout:
         self._lost += 1
         if self._lost < LOST_IN_A_ROW * self._limits.concurrency:
             return None
-        return InfrastructureError(
-            f"{self._lost} episodes in a row were lost; the last: {reason}", hint="mend the cause, then --resume"
-        )
+        return lost_error(self._lost, reason)
 
     async def drop_stale(self, episodes: list[str]) -> None:
         """Waiting episodes that grew too old: drop them, count them out of admission, try their tasks again."""
@@ -260,8 +265,10 @@ async def collect(
     order; a task lost in every try comes back with its last, rewardless episode.
     """
     gate = asyncio.Semaphore(concurrency)
+    lost = 0
 
     async def play(number: int, index: int, task: Task) -> Episode:
+        nonlocal lost
         for attempt in range(1, attempts + 1):
             async with gate:
                 episode_id = f"{purpose}-{generation}-{number:06d}-{attempt}"
@@ -275,8 +282,13 @@ async def collect(
                     if keep:
                         await save(ledger, episode)
                     ledger.complete(episode, version, "pending" if keep else "evaluated")
+                    lost = 0
                     return episode
-                ledger.drop(episode_id, episode.termination, episode.error or "the policy sampled nothing")
+                reason = episode.error or f"the policy sampled nothing ({episode.termination.value})"
+                ledger.drop(episode_id, episode.termination, reason)
+                lost += 1
+                if lost >= LOST_IN_A_ROW * concurrency:
+                    raise lost_error(lost, reason)
         return episode
 
     async with asyncio.TaskGroup() as group:

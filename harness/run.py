@@ -19,7 +19,6 @@ from harness.engines.embedded import EmbeddedEngine
 from harness.engines.http import HttpEngine
 from harness.episode import Stage
 from harness.errors import EngineError
-from harness.gateway import Gateway
 from harness.learner import Learner
 from harness.ledger import Ledger
 from harness.parsers import PARSERS
@@ -153,11 +152,3 @@ class Run:
         self.version = version
         for old in sorted((self.folder.path / "weights").glob("v*.safetensors"))[:-2]:
             old.unlink()
-
-
-async def open_gateway(stack: AsyncExitStack, port: int = 0) -> Gateway:
-    """A started gateway, closed with the stack."""
-    gateway = Gateway()
-    await gateway.start(port)
-    stack.push_async_callback(gateway.close)
-    return gateway

@@ -61,22 +61,40 @@ class RunDir:
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
+    def rewind(self, batches: int) -> None:
+        """Forget the metrics of batches that were given back to the ledger."""
+        path = self.path / "metrics.jsonl"
+        if path.is_file():
+            rows = [line for line in path.read_text().splitlines() if 0 < _step_of(line) <= batches]
+            part = path.with_suffix(".part")
+            part.write_text("".join(row + "\n" for row in rows))
+            os.replace(part, path)
+
     def write(self, name: str, value: dict[str, Any]) -> None:
         """Write a JSON file atomically."""
         part = self.path / f"{name}.part"
         part.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
         os.replace(part, self.path / name)
 
-    def prune_checkpoints(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints, and unfinished ones."""
+    def prune_checkpoints(self, keep: int, named: str | None) -> None:
+        """Remove all but the newest `keep` checkpoints up to the one that the ledger names, and whatever it does not know."""
         folders = sorted((self.path / "checkpoints").iterdir())
-        whole = [f for f in folders if f.suffix != ".part"]
-        for old in [*whole[:-keep], *(f for f in folders if f.suffix == ".part")]:
-            shutil.rmtree(old)
+        known = [f for f in folders if named is not None and f.name <= Path(named).name and f.suffix != ".part"]
+        for folder in folders:
+            if folder not in known[-keep:]:
+                shutil.rmtree(folder)
 
     def close(self) -> None:
         """Give the folder back."""
         self._lock.close()
+
+
+def _step_of(line: str) -> int:
+    """The step of a metrics row; 0 for one that a crash cut short."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return 0
 
 
 def _hold(path: Path) -> IO[str]:

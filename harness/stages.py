@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from harness.chat import Chat
 from harness.engines.scripted import ScriptedEngine
-from harness.errors import ConfigError
+from harness.errors import ConfigError, InfrastructureError
 from harness.registry import find, load_object
 from harness.rollout import TaskOrder, collect
 from harness.run import Run, log
@@ -22,7 +21,9 @@ from harness.run import Run, log
 async def warm_start(run: Run) -> Path:
     """The policy's folder: the one configured, or the product of SFT with its gates. Raises `ConfigError` when a gate fails."""
     settings = run.config.sft
-    if settings is None or (run.model / "model.safetensors").is_file():
+    done = run.folder.path / "model"
+    if settings is None or (done / "model.safetensors").is_file():
+        run.model = run.model if settings is None else done
         return run.model
     files = _tokenizer_files(run)
     chat = Chat(files, run.config.model.stop)
@@ -37,10 +38,11 @@ async def warm_start(run: Run) -> Path:
         start={"path": run.config.model.path, "fields": scratch, "files": str(files)},
         paths=[str(p) for p in paths],
         settings=settings.model_dump(),
-        out=str(run.folder.path / "model"),
+        out=str(done),
         seed=run.config.seed,
     )
-    run.model = run.folder.path / "model"
+    run.ledger.retire("demonstration")
+    run.model = done
     run.folder.write("sft.json", report)
     log.info("warm start: %s", _short(report))
     return run.model
@@ -93,9 +95,7 @@ async def _demonstrations(run: Run, chat: Chat) -> list[Path]:
         attempts=run.config.rollout.max_attempts,
         generation=run.generation,
     )
-    paths = [run.ledger.path(p.id, s) for p in run.ledger.pending("demonstration") for s in range(p.segments)]
-    run.ledger.retire("demonstration")
-    return paths
+    return [run.ledger.path(p.id, s) for p in run.ledger.pending("demonstration") for s in range(p.segments)]
 
 
 async def pretrain_value(run: Run) -> Path:
@@ -157,14 +157,15 @@ async def evaluate(run: Run, name: str) -> dict[str, Any]:
     )
     result = find("evaluation", run.config.eval.id)(episodes)
     result = dict(await result if inspect.isawaitable(result) else result)
+    lost = [e for e in episodes if e.reward is None]
+    if 2 * len(lost) > len(episodes):
+        raise InfrastructureError(
+            f"evaluation {name!r}: {len(lost)} of {len(episodes)} episodes were lost; the last: {lost[-1].error}",
+            hint="mend the cause, then --resume",
+        )
     run.ledger.put(f"eval/{name}", result)
     log.info("held-out %s: %s", name, _short(result))
     return result
-
-
-def export(source: Path, out: Path) -> None:
-    """Copy a model folder."""
-    shutil.copytree(source, out)
 
 
 def _short(facts: dict[str, Any]) -> str:

@@ -52,8 +52,6 @@ class Limits:
     """Sampled tokens of one model call; a longer answer ends the episode."""
     wall_s: float = 3_600.0
     """Seconds for the whole episode."""
-    command_s: float = 60.0
-    """Seconds for one command in the sandbox."""
 
 
 @dataclass(frozen=True, slots=True)

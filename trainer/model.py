@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
+from harness.errors import ConfigError
+from harness.registry import nearest
 from trainer import attention
 from trainer.logprobs import token_logprobs
 from trainer.weights import load_folder
@@ -62,6 +64,12 @@ def build_policy(folder: Path) -> Policy:
 
 def random_policy(fields: dict[str, Any], seed: int) -> Policy:
     """The policy with random weights from the fields of a config.json."""
+    known = AutoConfig.for_model(fields["model_type"]).to_dict()
+    for name in fields:
+        if name not in known:
+            raise ConfigError(
+                f"`model.scratch.{name}` is not a field of {fields['model_type']}", hint=nearest(name, list(known))
+            )
     torch.manual_seed(seed)
     model = _build(AutoModelForCausalLM, AutoConfig.for_model(**fields))
     model.config.architectures = [type(model).__name__]  # other readers of the folder find the class by it

@@ -140,12 +140,12 @@ class Worker:
             return
         out.mkdir(parents=True, exist_ok=True)
         config.to_json_file(out / "config.json", use_diff=True)
-        digest = write_file(tensors, out / "model.safetensors")
         for name in TOKENIZER_FILES:
             if (source / name).resolve() != (out / name).resolve():
                 shutil.copyfile(source / name, out / name)
         if critic is not None:
-            (out / "critic.json").write_text(json.dumps({"sha256": digest, **critic}, indent=2) + "\n")
+            (out / "critic.json").write_text(json.dumps(critic, indent=2) + "\n")
+        write_file(tensors, out / "model.safetensors")  # last: a folder with weights is whole
 
 
 def commands() -> Iterator[tuple[dict[str, Any], Any]]:

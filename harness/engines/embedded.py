@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness import processes
 from harness.engines.http import HttpEngine
-from harness.errors import EngineError
+from harness.errors import ConfigError, EngineError
 
 
 class EmbeddedEngine(HttpEngine):
@@ -32,7 +32,10 @@ class EmbeddedEngine(HttpEngine):
         assert process.stdout is not None
         try:
             line = await asyncio.wait_for(process.stdout.readline(), start_s)
-            port = json.loads(line)["port"]
+            answer = json.loads(line)
+            if "error" in answer:
+                raise ConfigError(f"the embedded engine: {answer['error']}", hint=answer["hint"])
+            port = answer["port"]
         except (TimeoutError, ValueError, KeyError) as error:
             await processes.end(process, 0.0)
             raise EngineError(f"the embedded engine did not start:\n{processes.tail(log)}", hint=f"see {log}") from error

@@ -63,7 +63,6 @@ class DockerConfig(BaseModel):
 class DockerSandboxes:
     """See the module docstring."""
 
-    id = "docker"
     Config = DockerConfig
 
     def __init__(self, config: DockerConfig, run_id: str) -> None:

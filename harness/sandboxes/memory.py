@@ -33,7 +33,6 @@ class MemoryConfig(BaseModel):
 class MemorySandboxes:
     """See the module docstring."""
 
-    id = "memory"
     Config = MemoryConfig
 
     def __init__(self, config: MemoryConfig, run_id: str) -> None:

@@ -63,7 +63,6 @@ class ProcessConfig(BaseModel):
 class ProcessSandboxes:
     """See the module docstring."""
 
-    id = "process"
     Config = ProcessConfig
 
     def __init__(self, config: ProcessConfig, run_id: str) -> None:

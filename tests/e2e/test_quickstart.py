@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.support import (
+    ROOT,
     SMALL,
     Training,
     all_gone,
@@ -92,6 +93,7 @@ def resume(run: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert_closed(run, 10, 32)
     assert summary(run)["policy_version"] == 10
+    assert [row["step"] for row in metrics(run)] == list(range(1, 11))
     assert sandboxes_left(run) == []
 
 
@@ -115,6 +117,25 @@ def test_ctrl_c_and_resume(training: Training) -> None:
     assert sandboxes_left(training.run) == []
     assert book(training.run, "SELECT COUNT(*) FROM episodes WHERE status = 'running'") == [(0,)]
     resume(training.run)
+
+
+def test_each_stage_is_a_verb(tmp_path: Path) -> None:
+    scratch = (ROOT / "configs/quickstart-scratch.toml").read_text()
+    config = tmp_path / "scratch.toml"
+    config.write_text("\n".join(line for line in scratch.splitlines() if not line.startswith("gate = ")))
+    short = ["sft.episodes=64", "sft.epochs=1", "sft.corpus_phases=[{levels = [0], loss = 2.4}]"]
+    runs = f"run_dir={tmp_path / 'runs'}"
+    made = sao("sft", str(config), runs, *short)
+    assert made.returncode == 0, made.stderr
+    model = Path(made.stdout.strip())
+    assert (model / "model.safetensors").is_file()
+    taught = sao("pretrain-value", CONFIG, runs, f"model.path={model}", "value.episodes=24", "value.epochs=1")
+    assert taught.returncode == 0, taught.stderr
+    critic = Path(taught.stdout.strip())
+    assert (critic / "critic.json").is_file()
+    gated = sao("sft", str(config), runs, *short, "sft.gate=environments.toy_repair.gate:skill_gate")
+    assert gated.returncode == 2
+    assert "gate `reads the numbers`" in gated.stderr
 
 
 @pytest.mark.skipif(os.environ.get("SAO_TEST_DOCKER") == "0", reason="SAO_TEST_DOCKER=0")

@@ -219,7 +219,7 @@ def test_one_rank_and_an_unanswered_command(tmp_path: Path, moe: Path) -> None:
         pids = family(learner._process.pid)
         assert len(pids) >= 2
         assert (await learner.call("setup", trainer=trainer()))["ranks"] == 1
-        assert learner.idle and learner.busy_s > 0
+        assert learner.idle
         with pytest.raises(LearnerError, match="sft"):
             await learner.call("sft", 1.0, **endless(moe, tmp_path / "t.parquet"))
         assert not learner.idle

@@ -232,6 +232,8 @@ def test_dump_and_load_are_inverse(base: Path, tmp_path_factory: pytest.TempPath
 
         return tomli_w.dumps({"x": value["raw"] if isinstance(value, dict) else value}).removeprefix("x = ").strip()
 
+    if any(key.startswith("sft.") for key in changes):
+        changes = changes | {"sft.run": {"raw": "demos"}}
     config = load_config(base, [f"{key}={text(value)}" for key, value in changes.items()])
     same(config, tmp_path_factory.mktemp("again"))
 
@@ -239,7 +241,8 @@ def test_dump_and_load_are_inverse(base: Path, tmp_path_factory: pytest.TempPath
 def test_scratch_fields_survive(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
-        '[environment]\nid = "toy_repair"\n[sft]\n[model.scratch]\nhidden_size = 8\nrope = {theta = 1e2}\nlist = [1, 2]\n'
+        '[environment]\nid = "toy_repair"\n[sft]\nrun = "demos"\n[model.scratch]\nmodel_type = "m"\ntokenizer = "a:b"\n'
+        "hidden_size = 8\nrope = {theta = 1e2}\nlist = [1, 2]\n"
     )
     same(load_config(path), tmp_path)
 
@@ -330,3 +333,16 @@ def test_an_entry_point_of_another_distribution(package: Path) -> None:
     assert "`mine`" in caught.value.hint
     with pytest.raises(ConfigError):
         find("agent", "mine")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sft.script=environments.toy_repair.expert:flawed_expert", "sft.run=demos"], "exactly one of `sft.script`"),
+        (["critic.init=somewhere", "value.episodes=10"], "exclude each other"),
+        (["engine.url=http://127.0.0.1:1", "engine.threads=2"], "`engine.threads`"),
+    ],
+)
+def test_contradictions_are_refused(base: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(base, overrides)

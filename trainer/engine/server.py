@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import sys
 import threading
 import time
 from itertools import groupby
@@ -221,7 +222,11 @@ def main() -> None:
     parser.add_argument("--version", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    asyncio.run(serve(parser.parse_args()))
+    try:
+        asyncio.run(serve(parser.parse_args()))
+    except ConfigError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}), flush=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
