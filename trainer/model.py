@@ -64,7 +64,8 @@ def build_policy(folder: Path) -> Policy:
 
 def random_policy(fields: dict[str, Any], seed: int) -> Policy:
     """The policy with random weights from the fields of a config.json."""
-    known = AutoConfig.for_model(fields["model_type"]).to_dict()
+    default = AutoConfig.for_model(fields["model_type"])
+    known = {*default.to_dict(), *default.attribute_map, "head_dim"}
     for name in fields:
         if name not in known:
             raise ConfigError(

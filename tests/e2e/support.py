@@ -38,19 +38,23 @@ class Training:
             command("train", *args), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         self.lines: list[str] = []
+        self._text = ""
 
     def until(self, start: str, timeout_s: float = 240.0) -> str:
         """The first line that begins so."""
         assert self.process.stderr is not None
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
+            while "\n" in self._text:
+                line, _, self._text = self._text.partition("\n")
+                self.lines.append(line + "\n")
+                if line.startswith(start):
+                    return line
             ready, _, _ = select.select([self.process.stderr], [], [], deadline - time.monotonic())
-            line = self.process.stderr.readline() if ready else ""
-            if not line:
+            more = os.read(self.process.stderr.fileno(), 65_536) if ready else b""
+            if not more:
                 break
-            self.lines.append(line)
-            if line.startswith(start):
-                return line
+            self._text += more.decode()
         raise AssertionError(f"no line {start!r} in:\n{''.join(self.lines)}")
 
     @property
