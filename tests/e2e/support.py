@@ -35,7 +35,13 @@ class Training:
 
     def __init__(self, *args: str) -> None:
         self.process = subprocess.Popen(
-            command("train", *args), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command("train", *args),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores Ctrl-C
         )
         self.lines: list[str] = []
         self._text = ""
