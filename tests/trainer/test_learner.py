@@ -134,7 +134,7 @@ def test_a_run_of_commands(two: World, moe: Path) -> None:
         seed=3,
     )
     marker = support.read_json(folder / "critic" / "critic.json")
-    assert marker["sha256"] == sha256(folder / "critic" / "model.safetensors") and marker["report"] == report
+    assert marker["report"] == report
     facts = two.call(
         "init",
         model=str(folder / "model"),
