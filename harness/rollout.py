@@ -24,9 +24,7 @@ LOST_IN_A_ROW = 5
 
 def lost_error(count: int, last: str) -> InfrastructureError:
     """What stops a run that produces nothing."""
-    return InfrastructureError(
-        f"{count} episodes in a row were lost; the last: {last}", hint="mend the cause, then --resume"
-    )
+    return InfrastructureError(f"{count} episodes in a row were lost; the last: {last}", hint="mend the cause, then --resume")
 
 
 def capacity(*, concurrency: int, running: int, eta: float, consumed: int, batch: int, accepted: int) -> int:
