@@ -5,6 +5,8 @@ set -euo pipefail
 
 IMAGE=${SAO_TEST_IMAGE:-sao-test:bookworm}
 LOG=${SAO_DOCKERD_LOG:-/var/log/sao-dockerd.log}
+# Names the dockerd that was started here: one that a test may restart.
+PID_FILE=${SAO_DOCKERD_PID:-/run/sao-dockerd.pid}
 READY_S=60
 PACKAGES=bash,ca-certificates,coreutils,git,patch,procps,python3,python3-venv
 
@@ -35,14 +37,17 @@ start_engine() {
         return
     fi
     # A second dockerd on the same data folder would corrupt it, so one that runs but does not answer is an error.
-    ! pgrep -x dockerd >/dev/null || die "engine: a dockerd runs but does not answer; see $LOG"
+    # One that has just ended may still be a zombie.
+    ! ps -C dockerd -o stat= | grep -qv '^Z' || die "engine: a dockerd runs but does not answer; see $LOG"
     setsid nohup dockerd --live-restore >>"$LOG" 2>&1 </dev/null &
+    # setsid replaces itself by dockerd: a background job leads no process group.
     local daemon=$! deadline=$((SECONDS + READY_S))
     until answers; do
         kill -0 "$daemon" 2>/dev/null || die "engine: dockerd ended at once; last lines of $LOG: $(tail -n 3 "$LOG")"
         [ $SECONDS -lt $deadline ] || die "engine: no answer in $READY_S s; see $LOG"
         sleep 0.5
     done
+    echo "$daemon" >"$PID_FILE"
     say "engine: started, log in $LOG"
 }
 

@@ -1,5 +1,7 @@
 """The smallest agent: call the model, run the native tools it asks for, until one says the task is done.
 
+Where a task has no tools, the first reply is its answer and ends the episode.
+
 A call that is not JSON, names no tool or does not match the tool's schema is answered with an error the model can read; it
 counts as a turn.
 """
@@ -12,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.protocols import ChatSession, LiveTask, Message, Sandbox, Tool, ToolCall, ToolResult
+from harness.protocols import ANSWER, ChatSession, LiveTask, Message, Sandbox, Tool, ToolCall, ToolResult
 from harness.task import Limits, Task, Termination
 
 JSON_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -48,6 +50,9 @@ class ToolLoop:
         schemas = [tool.schema() for tool in live.tools]
         for _ in range(limits.max_turns):
             reply = await session.complete(messages, schemas)
+            if not schemas:
+                await sandbox.write(ANSWER, reply.content.encode())
+                return Termination.FINISHED
             messages.append(reply.message())
             if not reply.tool_calls:
                 messages.append({"role": "user", "content": self.config.nudge})

@@ -1,1 +1,1 @@
-"""Benchmarks, one file each with `main()`; each prints one JSON line, both sides measured in the same run."""
+"""Benchmarks, one file each with `main()`; each prints a JSON line per comparison, both sides measured in the same run."""

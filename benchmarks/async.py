@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.support import Steps, fake_stage
 from harness.ledger import Ledger
-from harness.rollout import Clock, Limits, Rollout
+from harness.rollout import Admission, Clock, Rollout
 
 BATCH, BATCHES, CONCURRENCY = 16, 12, 16
 TURN_S, TRAIN_S = 0.02, 0.25
@@ -43,12 +43,12 @@ async def _run(turns: list[int], eta: float) -> dict[str, float]:
         ledger, clock = Ledger(folder), Clock()
         environment = Steps(turns)
         stage = fake_stage(environment, folder / "model", TURN_S)
-        rollout = Rollout(stage, environment.tasks("train"), ledger, clock, Limits(CONCURRENCY, eta, BATCH, 1), seed=0)
+        rollout = Rollout(stage, environment.tasks("train"), ledger, clock, Admission(CONCURRENCY, eta, BATCH, 1), seed=0)
         start, trained = time.monotonic(), 0.0
         rollout.start()
         for number in range(1, BATCHES + 1):
-            await rollout.wait_pending(BATCH, 300.0)
-            batch = ledger.pending()[:BATCH]
+            await rollout.wait_ready(BATCH, 300.0)
+            batch = rollout.ready()[:BATCH]
             ledger.consume(number, [p.id for p in batch], clock.version)
             began = time.monotonic()
             await asyncio.sleep(TRAIN_S)

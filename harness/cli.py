@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import __version__
-from harness.config import Config, dump_config, load_config
-from harness.doctor import check_imports, doctor
+from harness.config import Config
+from harness.configfile import dump_config, load_config
+from harness.doctor import check_imports, doctor, engine_doctor
 from harness.errors import ConfigError, SaoError
 from harness.ledger import Ledger
-from harness.registry import BUILTIN, find
+from harness.registry import BUILTIN, find, load_object
 from harness.rundir import RunDir
 
 
@@ -28,10 +29,10 @@ def main() -> None:
     """Entry point."""
     parser = _parser()
     args, rest = parser.parse_known_args()
-    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+    if rest and (not hasattr(args, "config") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # argparse leaves over what stands behind a flag
-        args.overrides += rest
+        args.config += rest
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     try:
         check_imports()
@@ -74,31 +75,53 @@ def _parser() -> argparse.ArgumentParser:
         ("pretrain-value", _pretrain_value, "Only value pre-training; prints the critic folder."),
     ):
         sub = add(name, verb, text)
-        sub.add_argument("config", nargs="?", help="a TOML file")
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="for example rollout.concurrency=32")
+        sub.add_argument(
+            "config", nargs="*", help="TOML files, presets and key=value words, laid over each other in this order"
+        )
         sub.add_argument("--dry-run", action="store_true", help="validate, print the resolved configuration, start nothing")
         if name == "train":
             sub.add_argument("--resume", metavar="RUN", help="go on with a run folder")
+    engine = add("engine", _engine, "Start vLLM's servers for runs to use, and start again what ends.")
+    engine.add_argument("config", nargs="*", help="TOML files, presets and key=value words; the table [engine] counts")
     status = add("status", _status, "Episodes of a run by outcome, and why any were dropped.")
     status.add_argument("run")
+    verify = add("verify", _verify, "Prove the invariants of a run's tokens, objective and ledger from its files alone.")
+    verify.add_argument("run", type=Path)
+    verify.add_argument("--json", action="store_true", help="one JSON object instead of a line per invariant")
+    regrade = add("regrade", _regrade, "Judge a run's stored patches again, each in a fresh sandbox.")
+    regrade.add_argument("run")
+    regrade.add_argument("--concurrency", type=_positive, default=4, help="sandboxes at a time")
+    regrade.add_argument("--limit", type=_positive, help="only the first episodes")
+    tasks = add("tasks", _tasks, "SWE tasks from public releases: build, rebuild their images, check a task file.")
+    tasks.add_argument("action", choices=["build", "rebuild", "check"])
+    tasks.add_argument("path", type=Path, help="build, rebuild: a folder; check: a JSON-lines file")
+    tasks.add_argument("settings", nargs="*", metavar="key=value", help="build, rebuild: for example base=IMAGE")
+    tasks.add_argument("--workers", type=_positive, default=2, help="check: rows at a time")
+    model = add("model", _model, "A model folder from an installed Python package; nothing is downloaded.")
+    model.add_argument("name", choices=["smollm2"])
+    model.add_argument("path", type=Path, help="a new folder")
+    model.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the weights in the file")
     clean = add("clean", _clean, "Remove what dead runs left: containers, processes, folders.")
     clean.add_argument("--run", help="only this run's, even if it lives")
-    add("doctor", lambda _: doctor(), "What works on this machine, and how to get what does not.")
+    check = add("doctor", _doctor, "What works on this machine, and how to get what does not.")
+    check.add_argument("--engine", nargs="+", metavar="CONFIG", help="check the engine of this configuration instead")
     return parser
 
 
 def _load(args: argparse.Namespace) -> Config:
-    if args.config is None:
+    if not args.config:
         raise ConfigError("no configuration given", hint="for example `sao train configs/quickstart.toml`")
-    return load_config(args.config, args.overrides)
+    return load_config(args.config)
 
 
 def _open(args: argparse.Namespace, name: str, needs: str | None = None) -> tuple[RunDir, Config, bool] | None:
     """The run folder to work in, or None after a dry run."""
     resume = getattr(args, "resume", None)
     if resume is not None:
-        if args.config is not None:
-            raise ConfigError(f"--resume takes its configuration from the run, not {args.config!r}", hint="drop the argument")
+        if args.config:
+            raise ConfigError(
+                f"--resume takes its configuration from the run, not {args.config[0]!r}", hint="drop the argument"
+            )
         folder, config = RunDir.resume(Path(resume))
         if args.dry_run:
             folder.close()
@@ -137,6 +160,26 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(args: argparse.Namespace) -> int:
+    from harness.engines.serve import processes_of, serve
+
+    config = _load(args)
+    processes_of(config, Path)  # a mistake leaves no folder behind
+    folder = RunDir.create(config, "engine")
+    print(f"logs: {folder.path / 'logs'}", file=sys.stderr)
+    _run(serve(processes_of(config, folder.log), lambda line: print(line, flush=True)))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    if args.engine is None:
+        return doctor()
+    config = load_config(args.engine)
+    folder = RunDir.create(config, "doctor")
+    print(f"logs: {folder.path / 'logs'}", file=sys.stderr)
+    return _run(engine_doctor(config, folder.log))
+
+
 def _sft(args: argparse.Namespace) -> int:
     from harness.run import Run
     from harness.stages import check_gate, warm_start
@@ -166,10 +209,11 @@ def _pretrain_value(args: argparse.Namespace) -> int:
         return 0
     folder, config, _ = opened
 
-    async def job() -> Path:
+    async def job() -> Path | None:
         async with Run(folder, config) as run:
             await warm_start(run)
-            await run.launch()
+            stored = config.value is not None and config.value.run is not None
+            await (run.launch_learner() if stored else run.launch())
             return await pretrain_value(run)
 
     print(_run(job()))
@@ -221,6 +265,60 @@ def _status(args: argparse.Namespace) -> int:
     for termination, reason, count in ledger.reasons():
         print(f"dropped {count}: {termination}: {reason}")
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from harness.verify import as_json, lines, verify
+
+    checks = verify(args.run)
+    if args.json:
+        print(json.dumps(as_json(args.run, checks)))
+    else:
+        print("\n".join(lines(checks)))
+    return 1 if any(check.faults for check in checks) else 0
+
+
+def _regrade(args: argparse.Namespace) -> int:
+    from harness.regrade import regrade
+
+    verdicts = _run(regrade(Path(args.run), concurrency=args.concurrency, limit=args.limit))
+    for verdict in verdicts:
+        if not verdict.same:
+            print(f"{verdict.episode}: {verdict.before} -> {verdict.after} {json.dumps(verdict.info)}")
+    same = sum(verdict.same for verdict in verdicts)
+    print(f"{same} of {len(verdicts)} verdicts are the same; all of them: {Path(args.run) / 'regrade.jsonl'}")
+    return 0 if same == len(verdicts) else 1
+
+
+def _tasks(args: argparse.Namespace) -> int:
+    from harness import taskverbs
+
+    if args.action == "build":
+        report = _run(taskverbs.build(args.path, args.settings))
+        print(json.dumps(report, indent=1))
+        return 0
+    if args.action == "rebuild":
+        print("\n".join(taskverbs.rebuild(args.path, args.settings)))
+        return 0
+    if args.settings:
+        raise ConfigError(f"`sao tasks check` takes no settings, not {args.settings[0]!r}", hint="drop it")
+    rows, faults = _run(taskverbs.check(args.path, args.workers))
+    for fault in faults:
+        print(fault)
+    print(f"{rows - len(faults)} of {rows} tasks are valid")
+    return 1 if faults or not rows else 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    load_object(f"trainer.{args.name}:convert")(args.path, args.dtype)
+    print(args.path)
+    return 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
 
 
 def _clean(args: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""`sao doctor`: what works on this machine, one line each, with the next step for what does not. And the import-name check."""
+"""`sao doctor`: what works on this machine, or what an engine can do, one line each, with the next step for what does not.
+
+And the import-name check.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+from harness.config import Config
 from harness.errors import ConfigError
 
 FOLDERS = ("harness", "environments", "agents", "trainer", "evals")
@@ -36,8 +41,27 @@ def doctor() -> int:
     ok = True
     for name, good, text, needed in _checks():
         ok &= good or not needed
-        print(f"{'ok  ' if good else 'FAIL' if needed else '-   '} {name}: {text}")
+        _print(name, good, text, needed)
     return 0 if ok else 1
+
+
+async def engine_doctor(config: Config, logs: Callable[[str], Path]) -> int:
+    """Print what the engine of a configuration can do; exit code 0 when a run can use it. `logs`: process -> its log file."""
+    from harness.engines.checkup import checkup
+
+    ok = True
+
+    def say(name: str, good: bool, text: str) -> None:
+        nonlocal ok
+        ok &= good
+        _print(name, good, text)
+
+    await checkup(config, logs, say)
+    return 0 if ok else 1
+
+
+def _print(name: str, good: bool, text: str, needed: bool = True) -> None:
+    print(f"{'ok  ' if good else 'FAIL' if needed else '-   '} {name}: {text}", flush=True)
 
 
 def _checks() -> list[tuple[str, bool, str, bool]]:
@@ -50,6 +74,18 @@ def _checks() -> list[tuple[str, bool, str, bool]]:
     rows.append(("processors", True, f"{os.cpu_count()}", True))
     free = shutil.disk_usage(".").free / 2**30
     rows.append(("disk", free > 2, f"{free:.0f} GiB free here" + ("" if free > 2 else "; the quickstart wants 2"), True))
+    swebench = importlib.util.find_spec("swebench") is not None
+    judge = version("swebench") if swebench else "missing; would judge SWE tasks: make setup-swe"
+    rows.append(("swebench", swebench, judge, False))
+    own = Path(sys.prefix) / "agents" / "bin" / "python"
+    openhands = own.is_file() or importlib.util.find_spec("openhands") is not None
+    rows.append(
+        ("openhands", openhands, str(own) if openhands else "missing; would run agent.id=openhands: make setup-agents", False)
+    )
+    vllm = Path(sys.prefix) / "vllm" / "bin" / "python"
+    rows.append(
+        ("vllm", vllm.is_file(), str(vllm) if vllm.is_file() else "missing; would run engine.id=vllm: make setup-vllm", False)
+    )
     for name, (good, text) in {"docker": _docker(), "gpu": _gpu(), "compiler": _compiler()}.items():
         rows.append((name, good, text, False))
     return rows
@@ -70,14 +106,14 @@ def _docker() -> tuple[bool, str]:
 
 def _gpu() -> tuple[bool, str]:
     if shutil.which("nvidia-smi") is None:
-        return False, "no NVIDIA driver; would add bf16 training and vLLM: the quickstart runs on CPU"
+        return False, "no NVIDIA driver; would add bf16 training: the quickstart runs on CPU"
     result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     return result.returncode == 0, result.stdout.strip() or result.stderr.strip()
 
 
 def _compiler() -> tuple[bool, str]:
-    found = shutil.which("cc") or shutil.which("gcc")
+    found = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     return (
         found is not None,
-        found or "no C compiler; would add torch.compile: install gcc (Debian: apt-get install gcc)",
+        found or "no C++ compiler; would add trainer.compiled_gae: install one (Debian: apt-get install g++)",
     )

@@ -11,6 +11,8 @@ import asyncio
 import json
 import logging
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,6 +39,8 @@ class Episode:
     reward: float | None = None
     error: str = ""
     info: dict[str, Any] = field(default_factory=dict)
+    artifacts: dict[str, bytes] = field(default_factory=dict)
+    """Files of the verdict, by name."""
 
     @property
     def trainable(self) -> bool:
@@ -67,35 +71,72 @@ def boundary(fault: type[InfrastructureError], what: str) -> Iterator[None]:
         raise fault(f"{what}: {type(error).__name__}: {error}") from error
 
 
-async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | None = None) -> Episode:
-    """Play and judge one episode. Cancellation, `ConfigError` and `InvariantError` pass through."""
+async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | None = None, *, resume: bool = False) -> Episode:
+    """Play and judge one episode. Cancellation, `ConfigError` and `InvariantError` pass through.
+
+    With `resume` it goes on where a killed process stood: same sandbox, same tokens. That needs the folder of its session, and
+    a provider and an environment that can (`adopt`, `rejoin`); it is lost as any other episode if the sandbox is.
+    """
     session = stage.session(episode_id, seed)
     start = time.monotonic()
     sandbox: Sandbox | None = None
     try:
         limit = stage.limits.wall_s
         with boundary(SandboxError, f"{task.id}: sandbox"):
+            place = _place(session) if resume else None
             async with asyncio.timeout(limit):
-                sandbox = await stage.sandboxes.acquire(task)
+                provider: Any = stage.sandboxes
+                sandbox = await (provider.acquire(task) if place is None else provider.adopt(task, place["sandbox"]))
+                assert sandbox is not None
         with boundary(EnvironmentFault, f"{task.id}: begin"):
             async with asyncio.timeout(limit):
-                live = await stage.environment.begin(task, sandbox)
+                environment: Any = stage.environment
+                if place is None:
+                    live = await environment.begin(task, sandbox)
+                    _leave_word(session, sandbox, live)
+                else:
+                    live = await environment.rejoin(task, sandbox, place["state"])
         termination = await _act(stage, task, live, sandbox, session)
         if not termination.policy_caused:
             return Episode(episode_id, task.id, termination, error="the agent gave up")
         with boundary(VerifierFault, f"{task.id}: score"):
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(getattr(live, "score_s", limit)):
                 score = _sound(await live.score())
     except InfrastructureError as error:
         return Episode(episode_id, task.id, error.termination, error=_chain(error))
     finally:
         if sandbox is not None:
             await _close(sandbox)
+        if session.folder is not None:
+            shutil.rmtree(session.folder, ignore_errors=True)
     info = {**score.info, "termination": termination.value, "wall_s": round(time.monotonic() - start, 4)}
     trajectories = tuple(
         t.judged(score.reward, score.turn_rewards if t.segment == 0 else None) for t in session.trajectories(task.id, info)
     )
-    return Episode(episode_id, task.id, termination, trajectories, score.reward, info=info)
+    return Episode(episode_id, task.id, termination, trajectories, score.reward, info=info, artifacts=score.artifacts)
+
+
+PLACE = "place.json"
+
+
+def _leave_word(session: TokenSession, sandbox: Any, live: Any) -> None:
+    """Say in the session's folder where another process finds this episode, if one can take it up."""
+    if session.folder is not None and hasattr(sandbox, "name") and hasattr(live, "state"):
+        session.folder.mkdir(parents=True, exist_ok=True)
+        part = session.folder / f"{PLACE}.part"
+        part.write_text(json.dumps({"sandbox": sandbox.name, "state": live.state()}))
+        os.replace(part, session.folder / PLACE)
+
+
+def _place(session: TokenSession) -> dict[str, Any]:
+    """Where an earlier process has left the episode; the session is restored, and counts that. Raises `SandboxError` if it
+    left no word."""
+    if session.folder is None or not (session.folder / PLACE).is_file():
+        raise SandboxError(f"episode {session.episode_id} cannot be resumed: it left no word of its sandbox")
+    place: dict[str, Any] = json.loads((session.folder / PLACE).read_text())
+    session.restore()
+    session.count("resumed")
+    return place
 
 
 async def _act(stage: Stage, task: Task, live: Any, sandbox: Sandbox, session: TokenSession) -> Termination:

@@ -47,6 +47,7 @@ class Learner:
         server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=LINE_LIMIT)
         port = server.sockets[0].getsockname()[1]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
+        command += [f"--log-dir={log.parent / 'torchrun'}"]  # or it leaves a folder where temporary files are
         command += [f"--nproc-per-node={ranks}", "-m", "trainer.worker"]
         env = {
             "SAO_LEARNER": f"127.0.0.1:{port}",
@@ -76,12 +77,19 @@ class Learner:
         """True if no command is being answered and the process lives."""
         return not self._lock.locked() and not self._broken and self._process.returncode is None
 
-    async def call(self, command: str, timeout_s: float = 3_600.0, **arguments: Any) -> dict[str, Any]:
-        """Run one command on all ranks and return rank 0's result. Raises `LearnerError`, or `ConfigError` for bad input."""
+    async def call(
+        self, command: str, timeout_s: float = 3_600.0, *, begun: asyncio.Event | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Run one command on all ranks and return rank 0's result. Raises `LearnerError`, or `ConfigError` for bad input.
+
+        One waits for the other; `begun` is set when this one's turn has come.
+        """
         assert self._writer is not None
         async with self._lock:
             if self._broken:
                 raise LearnerError(f"trainer `{command}`: an earlier command was not answered", hint=f"see {self._log}")
+            if begun is not None:
+                begun.set()
             try:
                 self._writer.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
                 await self._writer.drain()

@@ -26,7 +26,8 @@ from harness.task import Termination
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
-    id TEXT PRIMARY KEY, purpose TEXT NOT NULL, task_id TEXT NOT NULL, task_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    id TEXT PRIMARY KEY, purpose TEXT NOT NULL, task_id TEXT NOT NULL, task_index INTEGER NOT NULL,
+    draw INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL,
     status TEXT NOT NULL, termination TEXT, reason TEXT, reward REAL,
     submit_version INTEGER NOT NULL, complete_version INTEGER, min_version INTEGER, max_version INTEGER,
     batch INTEGER, position INTEGER, segments INTEGER, action_tokens INTEGER, tokens INTEGER, turns INTEGER,
@@ -35,6 +36,19 @@ CREATE INDEX IF NOT EXISTS by_status ON episodes (purpose, status, position);
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, version INTEGER NOT NULL, finished INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+_INFRA = ", ".join(f"'{t.value}'" for t in Termination if not t.policy_caused and t is not Termination.ABORTED)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """A place for one judged episode: member `member` of the group of the `draw`-th drawn task."""
+
+    draw: int
+    index: int
+    """Of the task."""
+    member: int = 0
+    failures: int = 0
+    """Episodes that infrastructure has lost here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +56,29 @@ class Pending:
     """A completed episode that waits to be trained."""
 
     id: str
+    draw: int
     segments: int
     min_version: int
     submit_version: int
     complete_version: int
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An episode with a verdict."""
+
+    id: str
+    purpose: str
+    task_id: str
+    task_index: int
+    reward: float
+
+
 class Ledger:
     """One run's book. Calls are short and synchronous; one process writes."""
 
     def __init__(self, folder: Path) -> None:
-        self.trajectories = folder / "trajectories"
+        self.trajectories, self.artifacts = folder / "trajectories", folder / "artifacts"
         self.trajectories.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(folder / "ledger.sqlite", isolation_level=None)
         self._db.row_factory = sqlite3.Row
@@ -76,13 +102,24 @@ class Ledger:
         """Where a trajectory is stored."""
         return self.trajectories / f"{episode_id}.{segment}.parquet"
 
-    def dispatch(self, episode_id: str, purpose: str, task_id: str, task_index: int, attempt: int, version: int) -> None:
-        """An episode starts."""
-        self._db.execute(
-            "INSERT INTO episodes (id, purpose, task_id, task_index, attempt, status, submit_version, submitted_s) "
-            "VALUES (?, ?, ?, ?, ?, 'running', ?, ?)",
-            (episode_id, purpose, task_id, task_index, attempt, version, time.time()),
-        )
+    def artifact(self, episode_id: str, name: str) -> Path:
+        """Where a file of an episode's verdict is stored."""
+        return self.artifacts / episode_id / name
+
+    def dispatch(self, episode_id: str, purpose: str, task_id: str, slot: Slot, version: int) -> None:
+        """An episode starts. A training episode also moves the cursor of drawn tasks, in the same transaction."""
+        with self._db:
+            self._db.execute("BEGIN")
+            self._db.execute(
+                "INSERT INTO episodes (id, purpose, task_id, task_index, draw, member, attempt, status, submit_version, "
+                "submitted_s) VALUES (?, ?, ?, ?, ?, ?, ?, 'running', ?, ?)",
+                (
+                    *(episode_id, purpose, task_id, slot.index, slot.draw, slot.member, slot.failures + 1),
+                    *(version, time.time()),
+                ),
+            )
+            if purpose == "train":
+                self.put("drawn", max(slot.draw, self.get("drawn", 0)))
 
     def complete(self, episode: Episode, version: int, status: str) -> None:
         """A judged episode; its trajectory files are already written. `status` is `pending` or `evaluated`."""
@@ -125,7 +162,7 @@ class Ledger:
     def pending(self, purpose: str = "train") -> list[Pending]:
         """Episodes that wait, in order of completion."""
         rows = self._db.execute(
-            "SELECT id, segments, min_version, submit_version, complete_version FROM episodes "
+            "SELECT id, draw, segments, min_version, submit_version, complete_version FROM episodes "
             "WHERE purpose = ? AND status = 'pending' ORDER BY position",
             (purpose,),
         )
@@ -175,20 +212,36 @@ class Ledger:
             ).rowcount
         return {"aborted": lost, "given_back": back, "lost_weights": future}
 
+    def judged(self) -> list[Judged]:
+        """Every episode that has a reward, in order of completion."""
+        rows = self._db.execute(
+            "SELECT id, purpose, task_id, task_index, reward FROM episodes WHERE reward IS NOT NULL ORDER BY position"
+        )
+        return [Judged(**dict(row)) for row in rows]
+
     def retire(self, purpose: str) -> None:
         """Mark all waiting episodes of a purpose trained (value pre-training consumes them all at once)."""
         self._db.execute(
             "UPDATE episodes SET status = 'trained', batch = 0 WHERE purpose = ? AND status = 'pending'", (purpose,)
         )
 
-    def redo(self, purpose: str) -> list[tuple[int, int]]:
-        """(task index, attempts) of tasks whose every try was dropped, for a resumed scheduler."""
+    def redo(self, group: int) -> list[Slot]:
+        """Training slots of drawn tasks that hold no episode and that none is being played for, for a resumed scheduler."""
         rows = self._db.execute(
-            "SELECT task_index, MAX(attempt) AS attempt FROM episodes WHERE purpose = ? GROUP BY task_id, task_index "
-            "HAVING SUM(status != 'dropped') = 0",
-            (purpose,),
-        )
-        return [(row["task_index"], row["attempt"]) for row in rows]
+            "SELECT draw, member, task_index, SUM(status != 'dropped') AS alive, "
+            "SUM(status = 'dropped' AND complete_version IS NULL AND termination != 'aborted') AS failures "
+            "FROM episodes WHERE purpose = 'train' GROUP BY draw, member ORDER BY draw, member"
+        ).fetchall()
+        known = {(row["draw"], row["member"]) for row in rows}
+        slots = [Slot(r["draw"], r["task_index"], r["member"], r["failures"]) for r in rows if not r["alive"]]
+        tasks = {row["draw"]: row["task_index"] for row in rows}
+        slots += [Slot(d, index, m) for d, index in tasks.items() for m in range(group) if (d, m) not in known]
+        return sorted(slots, key=lambda slot: (slot.draw, slot.member))
+
+    def slot(self, episode_id: str) -> Slot:
+        """Where an episode belongs; its failures are those counted when it was dispatched."""
+        row = self._db.execute("SELECT draw, task_index, member, attempt FROM episodes WHERE id = ?", (episode_id,)).fetchone()
+        return Slot(row["draw"], row["task_index"], row["member"], row["attempt"] - 1)
 
     def done(self, purpose: str) -> set[int]:
         """Task indices of a purpose that already have a judged episode."""
@@ -199,13 +252,55 @@ class Ledger:
         return {row["task_index"] for row in rows}
 
     def batch_facts(self, number: int) -> dict[str, float]:
-        """Means over one batch's episodes: reward, success, turns, action tokens; and its total tokens."""
+        """One batch: episodes, total tokens and action tokens; means of reward, success, versions at submission and completion,
+        time of completion, and of the number of earlier draws of the same task.
+        """
         row = self._db.execute(
-            "SELECT AVG(reward) AS reward, AVG(reward > 0.5) AS success, AVG(turns) AS turns, "
-            "AVG(action_tokens) AS action_tokens, SUM(tokens) AS tokens FROM episodes WHERE batch = ? AND purpose = 'train'",
+            "SELECT COUNT(*) AS episodes, AVG(reward) AS reward, AVG(reward > 0.5) AS success, SUM(tokens) AS tokens, "
+            "SUM(action_tokens) AS action_tokens, AVG(submit_version) AS submit_version, "
+            "AVG(complete_version) AS complete_version, AVG(completed_s) AS completed_s, "
+            "AVG((SELECT COUNT(DISTINCT b.draw) FROM episodes b WHERE b.purpose = 'train' AND b.task_index = a.task_index "
+            "AND b.draw < a.draw)) AS epoch FROM episodes a WHERE batch = ? AND purpose = 'train'",
             (number,),
         ).fetchone()
         return {key: float(row[key]) for key in row.keys()}  # noqa: SIM118 - sqlite3.Row iterates values
+
+    def infra_failure_frac(self, last: int = 200) -> float:
+        """Share of the last finished training episodes that infrastructure lost."""
+        row = self._db.execute(
+            f"SELECT AVG(termination IN ({_INFRA})) AS share FROM (SELECT termination FROM episodes "
+            "WHERE purpose = 'train' AND termination IS NOT NULL AND termination != 'aborted' "
+            "ORDER BY completed_s DESC LIMIT ?)",
+            (last,),
+        ).fetchone()
+        return float(row["share"] or 0.0)
+
+    def dropped(self) -> dict[str, int]:
+        """Dropped training episodes by termination; `other`: too old, or of a group that cannot be completed."""
+        rows = self._db.execute(
+            "SELECT IIF(complete_version IS NULL, COALESCE(termination, 'other'), 'other') AS cause, COUNT(*) AS n "
+            "FROM episodes WHERE purpose = 'train' AND status = 'dropped' GROUP BY 1"
+        )
+        return {row["cause"]: row["n"] for row in rows}
+
+    def replayed(self) -> int:
+        """Training episodes that were second or later tries."""
+        row = self._db.execute("SELECT COUNT(*) FROM episodes WHERE purpose = 'train' AND attempt > 1").fetchone()
+        return int(row[0])
+
+    def length_bias(self, first: int, last: int) -> float | None:
+        """Tokens per episode that batches first..last consumed, over those of all episodes dispatched in the same span."""
+        span = self._db.execute(
+            "SELECT MIN(rowid) AS a, MAX(rowid) AS b, AVG(tokens) AS tokens FROM episodes "
+            "WHERE purpose = 'train' AND batch BETWEEN ? AND ?",
+            (first, last),
+        ).fetchone()
+        if span["a"] is None:
+            return None
+        row = self._db.execute(
+            "SELECT AVG(tokens) FROM episodes WHERE purpose = 'train' AND rowid BETWEEN ? AND ?", (span["a"], span["b"])
+        ).fetchone()
+        return float(span["tokens"]) / float(row[0])
 
     def reasons(self) -> list[tuple[str, str, int]]:
         """(termination, reason, count) of the dropped episodes, most frequent first."""
@@ -214,11 +309,6 @@ class Ledger:
             "WHERE status = 'dropped' GROUP BY 1, 2 ORDER BY n DESC LIMIT 20"
         )
         return [(row["termination"], row["reason"], row["n"]) for row in rows]
-
-    def task_index(self, episode_id: str) -> tuple[int, int]:
-        """(task index, attempt) of an episode."""
-        row = self._db.execute("SELECT task_index, attempt FROM episodes WHERE id = ?", (episode_id,)).fetchone()
-        return int(row["task_index"]), int(row["attempt"])
 
     def counts(self, purpose: str | None = None) -> dict[str, int]:
         """Episodes by outcome; the sum is the number dispatched."""
@@ -232,13 +322,6 @@ class Ledger:
             "SELECT COUNT(*) FROM episodes WHERE purpose = 'train' AND status IN ('pending', 'trained')"
         ).fetchone()
         return int(row[0])
-
-    def mean_reward(self, purpose: str) -> float:
-        """Mean reward of the completed episodes of a purpose."""
-        row = self._db.execute(
-            "SELECT AVG(reward) FROM episodes WHERE purpose = ? AND reward IS NOT NULL", (purpose,)
-        ).fetchone()
-        return float(row[0] or 0.0)
 
     @contextmanager
     def stopwatch(self) -> Iterator[None]:

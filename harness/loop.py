@@ -11,15 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.alarms import Alarm, Alarms
 from harness.dashboard import Dashboard
-from harness.errors import LearnerError
+from harness.errors import ConfigError, EngineError, LearnerError
 from harness.learner import Learner
 from harness.ledger import Pending
 from harness.protocols import SamplingContract
-from harness.rollout import Clock, Limits, Rollout
+from harness.rollout import Admission, Clock, Rollout
 from harness.run import Run, log
 from harness.session import sampling_hash
-from harness.stages import check_gate, evaluate, pretrain_value, warm_start
+from harness.stages import VALUE_GATE_HINT, check_gate, evaluate, pretrain_value, warm_start
+from harness.telemetry import Telemetry
 
 BATCH_WAIT_S = 3_600.0
 STOP_GRACE_S = 4.0
@@ -46,6 +48,21 @@ async def _train(run: Run) -> dict[str, Any]:
     return summarise(run, before, after)
 
 
+def _introduce_critic(facts: dict[str, Any]) -> None:
+    """Say what the critic trains, and refuse one that failed its gate."""
+    log.info("critic trains %d parameters and freezes %d", facts["critic_trainable"], facts["critic_frozen"])
+    for name, count in facts["critic_trainable_kinds"].items():
+        log.info("  trains %s (%d)", name, count)
+    record = facts["critic_record"]
+    if record is None:
+        log.warning("the critic starts untrained: add a [value] table, or give critic.init")
+        return
+    if not record["gate"]["passed"]:
+        raise ConfigError(f"the critic failed its gate: {record['gate']['reason']}", hint=VALUE_GATE_HINT)
+    if record["policy_sha256"] != facts["policy_sha256"]:
+        log.warning("the critic was trained on another policy than this run starts from")
+
+
 def summarise(run: Run, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Write and return `summary.json`."""
     summary = {
@@ -67,27 +84,26 @@ class Loop:
         self.config = run.config
         self.learner: Learner = run.learner
         self.clock = Clock()
-        self.started = time.monotonic()
-        self._seen = (self.started, 0.0)
+        self.alarms = Alarms()
+        self._ringing: set[str] = set()
         self._trained = 0
-        self._not_finite = 0
 
-    async def prepare(self, critic: Path) -> None:
-        """Load policy and critic, go back to the last checkpoint if there is one, close the ledger's book there."""
-        run = self.run
-        facts = await self.learner.call(
-            "init",
-            model=str(run.model),
-            critic=str(critic),
-            critic_settings=self.config.critic.model_dump(),
-            bias=run.ledger.mean_reward("value"),
-        )
-        log.info(
-            "policy of %d parameters; critic trains %d and freezes %d",
-            facts["policy_parameters"],
-            facts["critic_trainable"],
-            facts["critic_frozen"],
-        )
+    async def prepare(self, critic: Path | None) -> None:
+        """Load policy and critic, go back to the last checkpoint if there is one, close the ledger's book there.
+
+        Raises `EngineError` if the engine does not sample from the policy that is trained from here on.
+        """
+        run, config = self.run, self.config
+        settings = config.algorithm.model_dump()
+        arguments: dict[str, Any] = {}
+        if config.critic is not None:
+            settings |= config.critic.model_dump(include={"lam", "value_clip", "advantage_values"})
+            arguments = {"critic": str(critic), "critic_settings": config.critic.model_dump()}
+        arm = {"loss": config.loss.table(), "advantage": config.advantage.table(), "settings": settings}
+        facts = await self.learner.call("init", model=str(run.model), arm=arm, **arguments)
+        log.info("policy of %d parameters", facts["policy_parameters"])
+        if config.critic is not None:
+            _introduce_critic(facts)
         point = run.ledger.get("checkpoint", {"batches": 0, "version": 0, "path": None})
         closed = run.ledger.recover(point["batches"], point["version"])
         self._trained = point["batches"]
@@ -97,6 +113,9 @@ class Loop:
         if point["path"] is not None:
             await self.learner.call("load", path=str(run.folder.path / point["path"]))
             await run.publish(point["version"])
+        await run.probe()
+        if (alarms := run.ledger.get("alarms")) is not None:
+            self.alarms.restore(alarms)
         if run.resumed:
             log.info("resumed after batch %d: %s", point["batches"], closed)
 
@@ -104,11 +123,11 @@ class Loop:
         """Consume batches until `steps`. On a stop everything in flight is booked and a checkpoint written."""
         run, algorithm = self.run, self.config.algorithm
         settings = self.config.rollout
-        limits = Limits(settings.concurrency, settings.eta, algorithm.batch, settings.max_attempts)
+        limits = Admission(settings.concurrency, settings.eta, algorithm.batch, settings.max_attempts, algorithm.group)
         self.rollout = Rollout(
             run.stage(), run.tasks("train"), run.ledger, self.clock, limits, self.config.seed, run.generation
         )
-        self._seen = (time.monotonic(), self.rollout.slot_seconds())
+        self.telemetry = Telemetry(run.ledger, settings.concurrency, self.rollout.slot_seconds())
         self.rollout.start()
         try:
             with Dashboard(steps) as dashboard:
@@ -135,81 +154,77 @@ class Loop:
             log.info("no time for a last checkpoint: batches after %d will be trained again", covered)
 
     async def next_batch(self, size: int) -> list[Pending]:
-        """The first `size` waiting episodes in order of completion; too stale ones are dropped and their tasks tried again."""
+        """The first `size` episodes of complete groups, in order of completion; too stale ones are dropped and played again."""
         limit = 4 * max(self.config.rollout.eta, 1.0)
         while True:
-            await self.rollout.wait_pending(size, BATCH_WAIT_S)
-            pending = self.run.ledger.pending()
-            stale = [p for p in pending if self.clock.version - p.min_version > limit]
+            await self.rollout.wait_ready(size, BATCH_WAIT_S)
+            stale = [p for p in self.run.ledger.pending() if self.clock.version - p.min_version > limit]
             if not stale:
-                return pending[:size]
+                return self.rollout.ready()[:size]
             await self.rollout.drop_stale([p.id for p in stale])
 
     async def train_on(self, batch: list[Pending], waited_s: float) -> dict[str, Any]:
         """One step: book the batch, move critic and policy, publish, log. Returns the metrics row."""
-        run, number = self.run, self.clock.consumed + 1
+        run, number, critic = self.run, self.clock.consumed + 1, self.config.critic
         start = time.monotonic()
-        lag = sum(self.clock.version - p.submit_version for p in batch) / len(batch)
+        consumed_version = self.clock.version
         run.ledger.consume(number, [p.id for p in batch], self.clock.version)
         self._trained = -1
         result = await self.learner.call(
             "step",
             paths=[str(run.ledger.path(p.id, s)) for p in batch for s in range(p.segments)],
             sampling=sampling_hash(SamplingContract()),
+            number=number,
             version=self.clock.version,
-            algorithm=self.config.algorithm.model_dump(),
-            critic_updates=self.config.critic.updates,
-            update_policy=number > self.config.critic.policy_freeze_steps,
+            critic_updates=0 if critic is None else critic.updates,
+            update_policy=critic is None or number > critic.policy_freeze_steps,
+            max_length=self.config.limits.max_context,
             seed=self.config.seed * 1_000_003 + number,
         )
         trained_s = time.monotonic() - start
         self._trained = number
-        self._check_finite(result["metrics"])
         if result["stepped"]:
             await run.publish(self.clock.version + 1)
             self.clock.version += 1
         run.ledger.finish_batch(number)
         self.clock.consumed = number
         await self.rollout.moved()
-        row = self._row(waited_s, time.monotonic() - start) | {
-            "async/submission_lag": lag,
-            "time/train_s": round(trained_s, 4),
-            "time/publish_s": round(time.monotonic() - start - trained_s, 4),
-            **result["metrics"],
-        }
+        row = self.telemetry.row(
+            batch=number,
+            version=self.clock.version,
+            consumed_version=consumed_version,
+            engine_version=run.version,
+            capacity=self.rollout.capacity(),
+            slot_seconds=self.rollout.slot_seconds(),
+            wait_s=waited_s,
+            train_s=trained_s,
+            publish_s=time.monotonic() - start - trained_s,
+            engine=await self._load(),
+        )
+        row |= result["metrics"]
         run.folder.metrics(row)
+        self._heed(self.alarms.check(row))
         if number % self.config.trainer.checkpoint_every == 0:
             await self.checkpoint()
         return row
 
-    def _check_finite(self, metrics: dict[str, Any]) -> None:
-        """Skipped steps are data; three in a row are a broken run."""
-        skipped = any(name.startswith("grad/") and value is None for name, value in metrics.items())
-        self._not_finite = self._not_finite + 1 if skipped else 0
-        if self._not_finite == 3:
-            raise LearnerError("three steps in a row had a gradient that is not finite", hint="lower the learning rate, resume")
+    async def _load(self) -> dict[str, float]:
+        """What the engine says of its load. A row goes without it where it does not answer: the next publish judges that."""
+        try:
+            return await self.run.engine.metrics()
+        except EngineError as error:
+            log.warning("no figures of the engine: %s", error)
+            return {}
 
-    def _row(self, waited_s: float, step_s: float) -> dict[str, Any]:
-        """What the harness knows of the step that just ended."""
-        seen = self.run.ledger.batch_facts(self.clock.consumed)
-        now, slot_s = time.monotonic(), self.rollout.slot_seconds()
-        in_flight = (slot_s - self._seen[1]) / max(now - self._seen[0], 1e-9)
-        self._seen = (now, slot_s)
-        return {
-            "step": self.clock.consumed,
-            "version": self.clock.version,
-            "elapsed_s": round(now - self.started, 3),
-            "reward/mean": seen["reward"],
-            "rollout/success": seen["success"],
-            "rollout/turns": seen["turns"],
-            "rollout/action_tokens": seen["action_tokens"],
-            "rollout/tokens_per_s": seen["tokens"] / max(waited_s + step_s, 1e-9),
-            "async/in_flight": in_flight,
-            "async/rollout_idle": 1 - in_flight / self.config.rollout.concurrency,
-            "async/trainer_idle": waited_s / max(waited_s + step_s, 1e-9),
-            "async/queue": len(self.run.ledger.pending()),
-            "time/wait_s": round(waited_s, 4),
-        }
+    def _heed(self, alarms: list[Alarm]) -> None:
+        """Log alarms as they begin; a grave one stops the run, unless it is told to go on."""
+        for alarm in alarms:
+            if alarm.name not in self._ringing:
+                log.warning("alarm %s: %s", alarm.name, alarm.message)
+        self._ringing = {alarm.name for alarm in alarms}
+        grave = next((alarm for alarm in alarms if alarm.level == "stop"), None)
+        if grave is not None and self.config.alarms == "stop":
+            raise LearnerError(f"alarm {grave.name}: {grave.message}", hint="see metrics.jsonl; alarms=warn goes on regardless")
 
     async def checkpoint(self) -> None:
         """Write the trainer's state and note in the ledger which batch it covers; keep the newest few."""
@@ -217,6 +232,7 @@ class Loop:
         path = Path("checkpoints") / f"batch-{self.clock.consumed:06d}-{run.generation}"
         await self.learner.call("save", path=str(run.folder.path / path))
         run.ledger.put("checkpoint", {"batches": self.clock.consumed, "version": self.clock.version, "path": str(path)})
+        run.ledger.put("alarms", self.alarms.state())
         run.folder.prune_checkpoints(self.config.trainer.keep_checkpoints, str(path))
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel
 
 from harness.task import Limits, Score, Split, Task, Termination
@@ -30,6 +32,24 @@ class ExecResult:
     output: str
     exit_code: int
     timed_out: bool = False
+    killed_by: Literal["", "memory", "pids", "file_size", "disk"] = ""
+    """The limit of the sandbox that the command ran into, where the sandbox can tell."""
+
+
+class ByteStream(Protocol):
+    """Standard input and output of a program in a sandbox."""
+
+    async def read(self) -> bytes:
+        """Some bytes, as soon as there are any; empty at the end."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Send all of it. Raises `ConnectionError` if nobody reads any more."""
+        ...
+
+    async def close(self) -> None:
+        """End the program, as far as the sandbox can, and let go of the stream. Safe to call twice."""
+        ...
 
 
 class Sandbox(Protocol):
@@ -47,13 +67,31 @@ class Sandbox(Protocol):
         """Create or replace a file, with its parent folders."""
         ...
 
+    async def spawn(self, command: Sequence[str], *, tty: bool = False) -> ByteStream:
+        """Start a program beside the shell, in the working folder; with `tty` as the leader of a pseudo-terminal's session.
+
+        It ends with the sandbox at the latest. Raises `SandboxError` where a sandbox runs no programs.
+        """
+        ...
+
+    async def fresh(self) -> Sandbox:
+        """Another sandbox of the same task that nothing has touched: where to judge what this one produced.
+
+        It is the caller's to close.
+        """
+        ...
+
     async def close(self) -> None:
         """Kill everything in it and remove every trace. Safe to call twice."""
         ...
 
 
 class SandboxProvider(Protocol):
-    """Makes sandboxes; one per run. Everything it makes carries the run's label, so that `reap` finds it after a crash."""
+    """Makes sandboxes; one per run. Everything it makes carries the run's label, so that `reap` finds it after a crash.
+
+    A coroutine `adopt(task, name) -> Sandbox`, where there is one, takes over a living sandbox that an earlier process of the
+    run has left; the attribute `name` of such sandboxes is what to ask for.
+    """
 
     Config: type[BaseModel]
 
@@ -103,12 +141,19 @@ class Tool:
         }
 
 
+ANSWER = "answer.txt"
+"""The file of the sandbox into which an agent writes its reply to a task that offers no tools."""
+
+
 class LiveTask(Protocol):
-    """A task set up in a sandbox: its tools, and the verdict at the end."""
+    """A task set up in a sandbox: its tools, and the verdict at the end.
+
+    An attribute `score_s: float`, where there is one, is how long `score` may take, in seconds; else the episode's own limit.
+    """
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Tools for agents that have none of their own."""
+        """Tools for agents that have none of their own. Without any, the task is a question: one reply ends it."""
         ...
 
     async def score(self) -> Score:
@@ -117,7 +162,11 @@ class LiveTask(Protocol):
 
 
 class Environment(Protocol):
-    """Where tasks come from and how they are judged."""
+    """Where tasks come from and how they are judged.
+
+    A coroutine `rejoin(task, sandbox, state) -> LiveTask`, where there is one, takes up a task that an earlier process has
+    begun in this sandbox; `state` is the JSON value that its live task's `state()` gave after `begin`.
+    """
 
     Config: type[BaseModel]
 
@@ -146,10 +195,16 @@ class Reply:
     content: str
     tool_calls: tuple[ToolCall, ...]
     finish_reason: FinishReason
+    reasoning: str = ""
+    """What was thought before the answer; no part of `content`."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
     def message(self) -> Message:
         """The assistant message to append to the conversation."""
         message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -161,13 +216,30 @@ class Reply:
 class ChatSession(Protocol):
     """The model as an agent sees it; behind it every token is recorded."""
 
+    @property
+    def episode_id(self) -> str:
+        """Unique within the run."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """Where an agent may keep its state until the episode ends, to be resumed from; None: nowhere."""
+        ...
+
+    def count(self, fact: str, n: int = 1) -> None:
+        """Add to a counter that is stored with the episode's trajectories."""
+        ...
+
     async def complete(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Reply:
         """One model call on the whole conversation so far. Raises `EpisodeEnd` at a limit, `EngineError` when lost."""
         ...
 
 
 class Agent(Protocol):
-    """Who acts: turns a task into model calls and commands until it is done or out of turns."""
+    """Who acts: turns a task into model calls and commands until it is done or out of turns.
+
+    A coroutine `close`, where there is one, is called at the end of the run.
+    """
 
     Config: type[BaseModel]
 
@@ -181,11 +253,18 @@ class Agent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingContract:
-    """How training tokens are sampled; the engine must honour it exactly (temperature 1 and no truncation for training)."""
+    """How tokens are sampled; the engine must honour it exactly (training: temperature 1, nothing cut, no penalty).
+
+    The session alone sets it: whatever an agent's library asks for is ignored.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +277,8 @@ class GenerateRequest:
     sampling: SamplingContract = field(default_factory=SamplingContract)
     seed: int | None = None
     request_id: str = ""
+    routed: int = 0
+    """Tokens at the start whose routing is known already: `Generation.experts` begins behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +289,11 @@ class Generation:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason
+    sampling: SamplingContract | None = None
+    """What the engine says it has used; None where it cannot say."""
+    experts: npt.NDArray[np.integer[Any]] | None = None
+    """[tokens, layers, experts per token]: where a mixture of experts sent the tokens from `GenerateRequest.routed` to the last
+    but one (the last was never computed on); None where the engine does not tell."""
 
 
 class InferenceEngine(Protocol):
@@ -226,6 +312,10 @@ class InferenceEngine(Protocol):
 
         Raises `EngineError` and stays paused.
         """
+        ...
+
+    async def metrics(self) -> dict[str, float]:
+        """How busy it is: `generated_tokens` since the start, and what else it can say. Raises `EngineError`."""
         ...
 
     async def close(self) -> None:

@@ -17,17 +17,54 @@ from pydantic import BaseModel, ValidationError
 
 from harness.errors import ConfigError
 
-Kind = Literal["environment", "agent", "sandbox", "evaluation"]
+Kind = Literal["environment", "agent", "sandbox", "evaluation", "loss", "advantage"]
 
 BUILTIN: dict[Kind, dict[str, str]] = {
-    "environment": {"toy_repair": "environments.toy_repair.environment:ToyRepair"},
-    "agent": {"tool_loop": "agents.tool_loop:ToolLoop", "scripted": "agents.scripted:ScriptedAgent"},
+    "environment": {
+        "toy_repair": "environments.toy_repair.environment:ToyRepair",
+        "sums": "environments.sums:Sums",
+        "swe": "environments.swe.environment:Swe",
+        "task_folders": "environments.swe.folder_environment:SweFolders",
+    },
+    "agent": {
+        "tool_loop": "agents.tool_loop:ToolLoop",
+        "openhands": "agents.openhands:OpenHands",
+        "command": "agents.command:CommandAgent",
+        "scripted": "agents.scripted:ScriptedAgent",
+    },
     "sandbox": {
         "process": "harness.sandboxes.process:ProcessSandboxes",
         "docker": "harness.sandboxes.docker:DockerSandboxes",
         "memory": "harness.sandboxes.memory:MemorySandboxes",
     },
     "evaluation": {"heldout": "evals.heldout:evaluate"},
+    "loss": {
+        "dis": "trainer.losses.catalog:Dis",
+        "ppo_clip": "trainer.losses.catalog:PpoClip",
+        "grpo": "trainer.losses.catalog:Grpo",
+        "dr_grpo": "trainer.losses.catalog:DrGrpo",
+        "dapo": "trainer.losses.catalog:Dapo",
+        "gspo": "trainer.losses.catalog:Gspo",
+        "cispo": "trainer.losses.catalog:Cispo",
+        "tis": "trainer.losses.catalog:Tis",
+        "mis": "trainer.losses.catalog:Mis",
+        "sequence_rejection": "trainer.losses.catalog:SequenceRejection",
+    },
+    "advantage": {
+        "skip_observation": "trainer.advantages.catalog:SkipObservation",
+        "through_observation": "trainer.advantages.catalog:ThroughObservation",
+        "step_average": "trainer.advantages.catalog:StepAverage",
+        "step_last": "trainer.advantages.catalog:StepLast",
+        "grpo": "trainer.advantages.catalog:Grpo",
+        "rloo": "trainer.advantages.catalog:Rloo",
+        "dr_grpo": "trainer.advantages.catalog:DrGrpo",
+        "running_mean_prompt": "trainer.advantages.catalog:RunningMeanPrompt",
+        "running_mean_global": "trainer.advantages.catalog:RunningMeanGlobal",
+        "spo": "trainer.advantages.catalog:Spo",
+        "batch_norm": "trainer.advantages.catalog:BatchNorm",
+        "reinforce_pp": "trainer.advantages.catalog:ReinforcePP",
+        "reinforce_pp_baseline": "trainer.advantages.catalog:ReinforcePPBaseline",
+    },
 }
 
 

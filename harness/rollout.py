@@ -2,6 +2,9 @@
 
 Flows in: tasks, a `Stage`, the current policy version. Flows out: completed episodes in the ledger, in order of completion. It
 never waits for the trainer except through admission control (algorithm.md 4.5): running + queued <= (eta + 1) * batch.
+
+Group arms play every drawn task `group` times. The members are episodes like any others; one that infrastructure loses is
+played again by itself, and a batch is made of the groups that are complete.
 """
 
 from __future__ import annotations
@@ -9,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.episode import Episode, Stage, run_episode
 from harness.errors import ConfigError, InfrastructureError, SandboxError
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Pending, Slot
 from harness.task import Task, Termination
 
 LOST_IN_A_ROW = 5
@@ -30,6 +33,17 @@ def lost_error(count: int, last: str) -> InfrastructureError:
 def capacity(*, concurrency: int, running: int, eta: float, consumed: int, batch: int, accepted: int) -> int:
     """How many episodes may start now (algorithm.md 4.5; consumed and accepted count since the start of training)."""
     return min(concurrency - running, int((eta + consumed + 1) * batch) - (accepted + running))
+
+
+def complete_groups(pending: Sequence[Pending], group: int) -> list[Pending]:
+    """The episodes of complete groups, groups in the order in which their last members completed."""
+    members: dict[int, list[Pending]] = {}
+    complete: list[Pending] = []
+    for episode in pending:
+        members.setdefault(episode.draw, []).append(episode)
+        if len(members[episode.draw]) == group:
+            complete += members[episode.draw]
+    return complete
 
 
 class TaskOrder:
@@ -62,13 +76,14 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Scheduler limits: episodes in flight, staleness budget, batch size, tries per task."""
+class Admission:
+    """Scheduler limits: episodes in flight, staleness budget, batch size, tries per episode, episodes per prompt."""
 
     concurrency: int
     eta: float
     batch: int
     attempts: int
+    group: int = 1
 
 
 class Rollout:
@@ -80,16 +95,20 @@ class Rollout:
         tasks: Sequence[Task],
         ledger: Ledger,
         clock: Clock,
-        limits: Limits,
+        limits: Admission,
         seed: int,
         generation: int = 1,
     ) -> None:
         self._stage, self._tasks, self._ledger, self._clock, self._limits = stage, tasks, ledger, clock, limits
         self._generation = generation
         self._order = TaskOrder(len(tasks), seed, ledger.get("drawn", 0))
-        self._again: deque[tuple[int, int]] = deque(ledger.redo("train"))
+        self._again: list[Slot] = []  # oldest draw first, or admission could fill up with groups that lack one member each
+        self._given_up: set[int] = set()
         self._running: dict[asyncio.Task[None], str] = {}
         self._accepted = ledger.accepted()
+        self._again += ledger.redo(limits.group)
+        for draw in {slot.draw for slot in self._again if slot.failures >= limits.attempts}:
+            self._give_up(draw)
         self._launched = 0
         self._changed = asyncio.Condition()
         self._loop: asyncio.Task[None] | None = None
@@ -131,13 +150,17 @@ class Rollout:
         async with self._changed:
             self._changed.notify_all()
 
-    async def wait_pending(self, count: int, timeout_s: float) -> None:
-        """Return when at least `count` episodes wait. Raises the scheduler's failure, or `InfrastructureError` after
+    def ready(self) -> list[Pending]:
+        """Waiting episodes that a batch may take: those of complete groups."""
+        return complete_groups(self._ledger.pending(), self._limits.group)
+
+    async def wait_ready(self, count: int, timeout_s: float) -> None:
+        """Return when at least `count` episodes are ready. Raises the scheduler's failure, or `InfrastructureError` after
         `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._failure is not None or len(self._ledger.pending()) >= count)
+                await self._changed.wait_for(lambda: self._failure is not None or len(self.ready()) >= count)
         except TimeoutError:
             raise InfrastructureError(
                 f"no batch of {count} episodes within {timeout_s:.0f} s",
@@ -150,13 +173,14 @@ class Rollout:
         try:
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._capacity() > 0)
-                    for _ in range(self._capacity()):
+                    await self._changed.wait_for(lambda: self.capacity() > 0)
+                    for _ in range(self.capacity()):
                         self._launch()
-        except Exception as error:  # noqa: BLE001 - the loop raises it out of `wait_pending`
+        except Exception as error:  # noqa: BLE001 - the loop raises it out of `wait_ready`
             await self._fail(error)
 
-    def _capacity(self) -> int:
+    def capacity(self) -> int:
+        """How many episodes admission would start now."""
         limits, clock = self._limits, self._clock
         return capacity(
             concurrency=limits.concurrency,
@@ -168,26 +192,28 @@ class Rollout:
         )
 
     def _launch(self) -> None:
-        index, attempt = self._again.popleft() if self._again else (next(self._order), 0)
-        self._ledger.put("drawn", self._order.drawn)
+        if not self._again:
+            index = next(self._order)
+            self._again += [Slot(self._order.drawn, index, member) for member in range(self._limits.group)]
+        slot = self._again.pop(0)
         self._launched += 1
-        episode_id = f"train-{self._generation}-{self._launched:07d}-{index}-{attempt + 1}"
-        task = self._tasks[index]
-        self._ledger.dispatch(episode_id, "train", task.id, index, attempt + 1, self._clock.version)
+        episode_id = f"train-{self._generation}-{self._launched:07d}-{slot.index}-{slot.failures + 1}"
+        task = self._tasks[slot.index]
+        self._ledger.dispatch(episode_id, "train", task.id, slot, self._clock.version)
         self.slot_seconds()
-        self._running[asyncio.create_task(self._run(task, index, attempt + 1, episode_id))] = episode_id
+        self._running[asyncio.create_task(self._run(task, slot, episode_id))] = episode_id
 
-    async def _run(self, task: Task, index: int, attempt: int, episode_id: str) -> None:
+    async def _run(self, task: Task, slot: Slot, episode_id: str) -> None:
         runner = asyncio.current_task()
         assert runner is not None
         booked = False
         try:
             episode = await run_episode(self._stage, task, episode_id)
-            failure = await self._book(episode, index, attempt)
+            failure = await self._book(episode, slot)
             booked = True
             if failure is not None:
                 raise failure
-        except Exception as error:  # noqa: BLE001 - the loop raises it out of `wait_pending`
+        except Exception as error:  # noqa: BLE001 - the loop raises it out of `wait_ready`
             await self._fail(error)
         finally:
             self.slot_seconds()
@@ -198,28 +224,42 @@ class Rollout:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _book(self, episode: Episode, index: int, attempt: int) -> InfrastructureError | None:
+    async def _book(self, episode: Episode, slot: Slot) -> InfrastructureError | None:
         """Write one outcome; the error that stops the run when nothing but infrastructure losses come in."""
         if episode.trainable:
             await save(self._ledger, episode)
             self._ledger.complete(episode, self._clock.version, "pending")
             self._accepted += 1
             self._lost = 0
+            if slot.draw in self._given_up:
+                self._give_up(slot.draw)
             return None
         reason = episode.error or f"the policy sampled nothing ({episode.termination.value})"
         self._ledger.drop(episode.id, episode.termination, reason)
-        if not episode.termination.policy_caused and attempt < self._limits.attempts:
-            self._again.append((index, attempt))
+        failures = slot.failures + 1
+        if episode.termination.policy_caused or failures >= self._limits.attempts:
+            self._give_up(slot.draw)
+        elif slot.draw not in self._given_up:
+            insort(self._again, replace(slot, failures=failures))
         self._lost += 1
         if self._lost < LOST_IN_A_ROW * self._limits.concurrency:
             return None
         return lost_error(self._lost, reason)
 
+    def _give_up(self, draw: int) -> None:
+        """A group that can no longer be completed: what it holds is dropped, and what it would still play is not played."""
+        self._given_up.add(draw)
+        self._again = [slot for slot in self._again if slot.draw != draw]
+        for episode in self._ledger.pending():
+            if episode.draw == draw:
+                self._ledger.drop(episode.id, None, "a member of its group was lost")
+                self._accepted -= 1
+
     async def drop_stale(self, episodes: list[str]) -> None:
-        """Waiting episodes that grew too old: drop them, count them out of admission, try their tasks again."""
+        """Waiting episodes that grew too old: drop them, count them out of admission, play them again."""
         for episode_id in episodes:
             self._ledger.drop(episode_id, None, "too stale")
-            self._again.append(self._ledger.task_index(episode_id))
+            insort(self._again, self._ledger.slot(episode_id))
         self._accepted -= len(episodes)
         await self.moved()
 
@@ -229,18 +269,24 @@ class Rollout:
             self._changed.notify_all()
 
 
-async def save(ledger: Ledger, episode: Episode) -> None:
-    """Write an episode's trajectory files. A full disk is a `SandboxError`-like infrastructure failure with the next step."""
+async def save(ledger: Ledger, episode: Episode, *, tokens: bool = True) -> None:
+    """Write an episode's artifacts and (with `tokens`) its trajectory files. A full disk is an infrastructure failure with the
+    next step.
+    """
 
     def write() -> None:
-        for trajectory in episode.trajectories:
+        for trajectory in episode.trajectories if tokens else ():
             trajectory.save(ledger.path(episode.id, trajectory.segment))
+        for name, data in episode.artifacts.items():
+            path = ledger.artifact(episode.id, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
     try:
         await asyncio.to_thread(write)
     except OSError as error:
         raise SandboxError(
-            f"cannot write {ledger.trajectories}: {error.strerror}", hint="free disk space, then --resume"
+            f"cannot write {ledger.trajectories.parent}: {error.strerror}", hint="free disk space, then --resume"
         ) from error
 
 
@@ -270,15 +316,14 @@ async def collect(
         for attempt in range(1, attempts + 1):
             async with gate:
                 episode_id = f"{purpose}-{generation}-{number:06d}-{attempt}"
-                ledger.dispatch(episode_id, purpose, task.id, index, attempt, version)
+                ledger.dispatch(episode_id, purpose, task.id, Slot(number, index, failures=attempt - 1), version)
                 try:
                     episode = await run_episode(stage, task, episode_id, None if seed is None else seed + 1_000 * index)
                 except BaseException:
                     ledger.drop(episode_id, Termination.ABORTED, "stopped")
                     raise
                 if episode.trainable:
-                    if keep:
-                        await save(ledger, episode)
+                    await save(ledger, episode, tokens=keep)
                     ledger.complete(episode, version, "pending" if keep else "evaluated")
                     lost = 0
                     return episode

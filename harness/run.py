@@ -8,30 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from harness.chat import Chat
 from harness.config import Config
-from harness.engines.embedded import EmbeddedEngine
-from harness.engines.http import HttpEngine
+from harness.engines.probe import SEQUENCES, compare, probe_sampling
+from harness.engines.start import description, engine_dtype, start_engine
+from harness.engines.vllm import VllmEngine
+from harness.engines.vllm_transfer import Sender, choose
 from harness.episode import Stage
 from harness.errors import EngineError
 from harness.learner import Learner
 from harness.ledger import Ledger
 from harness.parsers import PARSERS
-from harness.protocols import Environment, InferenceEngine, SandboxProvider
+from harness.protocols import Agent, Environment, InferenceEngine, SandboxProvider
 from harness.registry import plugin_config
 from harness.rundir import RunDir
 from harness.session import TokenSession
 from harness.task import Split, Task
 
 log = logging.getLogger("sao")
-
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest |log-prob difference| between trainer and engine on the probe after a publish, nats."""
 
 
 class Run:
@@ -45,15 +46,19 @@ class Run:
         environment, options = plugin_config("environment", config.environment.table())
         self.environment: Environment = environment(options)
         self.model = folder.path / "model" if config.model.path is None else Path(config.model.path)
-        self.engine: HttpEngine
+        self.engine: InferenceEngine
         self.learner: Learner
         self.chat: Chat
         self.sandboxes: SandboxProvider
         self.version = 0
+        self._sender: Sender | None = None
+        """Sends weights to the engine; None: it reads files."""
+        self._agent: Agent | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Run:
         self._stack.callback(self.folder.close)
+        shutil.rmtree(self.folder.path / "episodes", ignore_errors=True)  # episodes that a dead process was playing
         self._stack.callback(self.ledger.close)
         try:
             self.sandboxes = await self._open_sandboxes(self.config.sandbox.table())
@@ -76,7 +81,9 @@ class Run:
         return sandboxes
 
     async def launch_learner(self) -> None:
-        """Start the trainer ranks."""
+        """Start the trainer ranks, once."""
+        if hasattr(self, "learner"):
+            return
         settings = self.config.trainer
         learner = await Learner.launch(
             self.folder.log("trainer"),
@@ -86,33 +93,28 @@ class Run:
         )
         self._stack.push_async_callback(learner.close)
         self.learner = learner
-        await learner.call("setup", trainer=settings.model_dump())
+        ready = await learner.call("setup", trainer=settings.model_dump())
+        if (vllm := self.config.engine.vllm) is not None:
+            urls = (self.config.engine.url or "").split()
+            way = choose(description(self.config, vllm, self.model), urls, ready["device"])
+            log.info("new weights go to vLLM by %s", way)
+            self._sender = None if way == "disk" else Sender(learner, way)
 
     async def launch_engine(self) -> None:
         """Start (or connect to) the engine with the run's model, version 0."""
-        settings = self.config.engine
         self.chat = Chat(self.model, self.config.model.stop)
-        if settings.url is not None:
-            self.engine = HttpEngine(settings.url)
-        else:
-            self.engine = await EmbeddedEngine.launch(
-                self.model,
-                self.folder.log("engine"),
-                slots=settings.max_batch,
-                max_len=self.config.limits.max_context,
-                version=0,
-                threads=settings.threads,
-                seed=self.config.seed,
-                start_s=settings.start_s,
-            )
-        self._stack.push_async_callback(self.engine.close)
+        self.engine = await start_engine(self.config, self.model, self.folder.log, self._stack)
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Number types in which engine and trainer compute."""
+        return engine_dtype(self.config), self.config.trainer.dtype
 
     async def launch(self) -> None:
         """Start engine and trainer side by side."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.launch_engine())
-            if not hasattr(self, "learner"):
-                group.create_task(self.launch_learner())
+            group.create_task(self.launch_learner())
 
     async def demonstrator(self, engine: InferenceEngine, chat: Chat, sandbox: dict[str, Any]) -> Stage:
         """A stage on which a script acts, in its own kind of sandbox."""
@@ -123,32 +125,68 @@ class Run:
         return self._stage(self.engine, self.chat, self.sandboxes)
 
     def _stage(self, engine: InferenceEngine, chat: Chat, sandboxes: SandboxProvider) -> Stage:
-        agent, options = plugin_config("agent", self.config.agent.table())
+        if self._agent is None:
+            made, options = plugin_config("agent", self.config.agent.table())
+            self._agent = made(options)
+            if (close := getattr(self._agent, "close", None)) is not None:
+                self._stack.push_async_callback(close)
         limits = self.config.limits.limits()
         parser = PARSERS[self.config.rollout.tool_calls]
 
         def session(episode_id: str, seed: int | None) -> TokenSession:
-            return TokenSession(chat, engine, parser, limits, episode_id, seed=seed)
+            folder = self.folder.path / "episodes" / episode_id
+            return TokenSession(chat, engine, parser, limits, episode_id, seed=seed, folder=folder)
 
-        return Stage(self.environment, agent(options), sandboxes, limits, session)
+        return Stage(self.environment, self._agent, sandboxes, limits, session)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """The environment's tasks."""
         return self.environment.tasks(split)
 
+    async def probe(self) -> None:
+        """Prove that engine and trainer have one policy, and no sampler is at work (`probe.json`). Raises `EngineError`."""
+
+        async def trainer(texts: list[list[int]]) -> list[list[float]]:
+            return (await self.learner.call("logprobs", texts=texts))["logprobs"]  # type: ignore[no-any-return]
+
+        prompts = [self.chat.opening(task.messages, ()) for task in islice(self.tasks("heldout"), SEQUENCES)]
+        facts = await probe_sampling(
+            self.engine,
+            trainer,
+            prompts,
+            version=self.version,
+            stop=self.chat.stop_ids,
+            max_context=self.config.limits.max_context,
+            dtypes=self.dtypes,
+        )
+        self.folder.write("probe.json", facts)
+        log.info("engine and trainer are apart by up to %.1e nats on %d sampled tokens", facts["max_abs"], facts["tokens"])
+
     async def publish(self, version: int) -> None:
         """Move the trainer's weights into the engine as `version`, and prove with a probe that they arrived."""
-        path = self.folder.path / "weights" / f"v{version:06d}.safetensors"
         probe = self.chat.opening(self.tasks("heldout")[0].messages, ())[: self.config.limits.max_context]
-        written = await self.learner.call("publish", path=str(path), probe=probe)
-        await self.engine.update_weights(path, version, written["sha256"])
-        scored = await self.engine.score(probe)
-        apart = [abs(a - b) for a, b in zip(scored, written["probe"], strict=True)]
-        if not all(x <= PROBE_TOLERANCE[self.config.trainer.dtype] for x in apart):
+        trained = await self._move(version, probe)
+        apart = compare(await self.engine.score(probe), trained, self.dtypes)
+        if not apart.within:
             raise EngineError(
-                f"after publishing version {version} engine and trainer differ by up to {max(apart):.2e} nats on the probe",
+                f"after publishing version {version} engine and trainer disagree on the probe: {apart}",
                 hint="the weights did not arrive whole; see the engine's log",
             )
         self.version = version
-        for old in sorted((self.folder.path / "weights").glob("v*.safetensors"))[:-2]:
-            old.unlink()
+
+    async def _move(self, version: int, probe: list[int]) -> list[float]:
+        """Take the policy out of the trainer and into the engine; the trainer's own scores of the probe."""
+        if self._sender is not None and isinstance(self.engine, VllmEngine):
+            taken = await self.learner.call("publish", probe=probe, version=version)
+            await self.engine.publish(self._sender.weights(version, taken["announced"]), version)
+            return list(taken["probe"])
+        path = self._weights(version)
+        taken = await self.learner.call("publish", probe=probe, version=version, path=str(path))
+        await self.engine.update_weights(path, version, taken["sha256"])
+        for old in path.parent.glob("v*.safetensors"):
+            if old not in (path, self._weights(self.version)):  # a replica that comes back may still be reading that one
+                old.unlink()
+        return list(taken["probe"])
+
+    def _weights(self, version: int) -> Path:
+        return self.folder.path / "weights" / f"v{version:06d}.safetensors"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from harness.config import Config, dump_config, load_config
+from harness.config import Config
+from harness.configfile import dump_config, load_config
 from harness.errors import ConfigError
 
 

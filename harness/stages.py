@@ -1,4 +1,4 @@
-"""What comes before RL, each a verb of its own: warm start by SFT, value pre-training, held-out evaluation.
+"""What stands around RL, each a verb of its own: warm start by SFT, value pre-training, held-out evaluation.
 
 Flows in: a `Run`. Flows out: a model folder, a critic folder, numbers. Every stage is skipped on resume when its result exists.
 """
@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.chat import Chat
+from harness.conversations import conversations
 from harness.engines.scripted import ScriptedEngine
 from harness.errors import ConfigError, InfrastructureError
 from harness.registry import find, load_object
 from harness.rollout import TaskOrder, collect
 from harness.run import Run, log
+
+VALUE_GATE_HINT = "give it more episodes or epochs (`[value]`), or lower the gate: value.min_ev, value.max_bias"
 
 
 async def warm_start(run: Run) -> Path:
@@ -73,10 +76,9 @@ async def _demonstrations(run: Run, chat: Chat) -> list[Path]:
     settings = run.config.sft
     assert settings is not None
     if settings.run is not None:
-        paths = sorted((Path(settings.run) / "trajectories").glob("*.parquet"))
-        if not paths:
-            raise ConfigError(f"`sft.run` = {settings.run!r} has no trajectories", hint="give a run folder")
-        return paths
+        return stored(settings.run, "sft.run")
+    if settings.conversations is not None:
+        return conversations(Path(settings.conversations), chat, run.ledger.trajectories)
     if settings.script is None:
         raise ConfigError("`[sft]` names neither `script` nor `run`", hint="say where demonstrations come from")
     engine = ScriptedEngine(chat, load_object(settings.script), run.config.seed)
@@ -98,14 +100,40 @@ async def _demonstrations(run: Run, chat: Chat) -> list[Path]:
     return [run.ledger.path(p.id, s) for p in run.ledger.pending("demonstration") for s in range(p.segments)]
 
 
-async def pretrain_value(run: Run) -> Path:
-    """The critic's folder: the one configured, the product of value pre-training, or (with neither) the policy itself."""
+async def pretrain_value(run: Run) -> Path | None:
+    """The critic's folder: the one configured, the product of value pre-training, or (with neither) the policy itself.
+
+    None if the arm has no critic. Raises `ConfigError` if the critic fails its gate; its folder and record stay.
+    """
+    if run.config.critic is None:
+        return None
     settings, given = run.config.value, run.config.critic.init
     out = run.folder.path / "critic"
     if given is not None or settings is None:
         return run.model if given is None else Path(given)
     if (out / "model.safetensors").is_file():
         return out
+    paths = await _value_data(run) if settings.run is None else stored(settings.run, "value.run")
+    record = await run.learner.call(
+        "pretrain_value",
+        model=str(run.model),
+        paths=[str(p) for p in paths],
+        settings=settings.model_dump(),
+        out=str(out),
+        seed=run.config.seed,
+    )
+    run.ledger.retire("value")
+    run.folder.write("value.json", record)
+    log.info("value pre-training: held-out explained variance %s, data %s", record["report"]["value/ev"], record["data_sha256"])
+    if not record["gate"]["passed"]:
+        raise ConfigError(f"the critic in {out} failed its gate: {record['gate']['reason']}", hint=VALUE_GATE_HINT)
+    return out
+
+
+async def _value_data(run: Run) -> list[Path]:
+    """Episodes of the initial policy on training tasks, one per task while they last."""
+    settings = run.config.value
+    assert settings is not None
     tasks = run.tasks("train")
     order = TaskOrder(len(tasks), run.config.seed + 1)
     chosen = [next(order) for _ in range(settings.episodes)]
@@ -120,20 +148,15 @@ async def pretrain_value(run: Run) -> Path:
         attempts=run.config.rollout.max_attempts,
         generation=run.generation,
     )
-    paths = [run.ledger.path(p.id, s) for p in run.ledger.pending("value") for s in range(p.segments)]
-    report = await run.learner.call(
-        "pretrain_value",
-        model=str(run.model),
-        paths=[str(p) for p in paths],
-        mean_reward=run.ledger.mean_reward("value"),
-        settings=settings.model_dump(),
-        out=str(out),
-        seed=run.config.seed,
-    )
-    run.ledger.retire("value")
-    run.folder.write("value.json", report)
-    log.info("value pre-training: held-out explained variance %s", report["value/ev"])
-    return out
+    return [run.ledger.path(p.id, s) for p in run.ledger.pending("value") for s in range(p.segments)]
+
+
+def stored(folder: str, field: str) -> list[Path]:
+    """The trajectories of another run's folder. Raises `ConfigError` if there are none."""
+    paths = sorted((Path(folder) / "trajectories").glob("*.parquet"))
+    if not paths:
+        raise ConfigError(f"`{field}` = {folder!r} has no trajectories", hint="give a run folder")
+    return paths
 
 
 async def evaluate(run: Run, name: str) -> dict[str, Any]:

@@ -71,8 +71,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A verdict: `reward` in the environment's units, optional rewards of single turns, and facts for the record."""
+    """A verdict: `reward` in the environment's units, optional rewards of single turns, facts for the record, and files."""
 
     reward: float
     turn_rewards: dict[int, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    artifacts: dict[str, bytes] = field(default_factory=dict)
+    """Files by name that the run folder keeps beside the trajectory, such as the patch that was graded."""

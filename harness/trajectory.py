@@ -69,6 +69,8 @@ class Trajectory:
     """Index of the fork, where an agent rewrote its history."""
     info: dict[str, Any] = field(default_factory=dict)
     """Facts for the record (termination, sampling contract, timings); JSON-serialisable."""
+    experts: npt.NDArray[np.int32] | None = None
+    """[n, layers, experts per token]: where a mixture of experts sent the first n <= L tokens, where the engine told it."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -91,6 +93,8 @@ class Trajectory:
         turns = self.turn_ids[mask]
         if turns.size and (turns[0] != 0 or not np.isin(np.diff(turns), (0, 1)).all()):
             raise InvariantError(f"trajectory {self.episode_id}: turns do not count up from 0: {np.unique(turns)[:8]}")
+        if self.experts is not None and (self.experts.ndim != 3 or len(self.experts) > n):
+            raise InvariantError(f"trajectory {self.episode_id}: experts has shape {self.experts.shape} for {n} tokens")
         for turn in self.turn_rewards:
             if not (turns == turn).any():
                 raise InvariantError(
@@ -156,14 +160,17 @@ class Trajectory:
             "segment": self.segment,
             "info": self.info,
         }
-        table = pa.table(
-            {
-                "token": self.tokens,
-                "turn": self.turn_ids,
-                "rollout_logprob": self.rollout_logprobs,
-                "policy_version": self.policy_versions,
-            }
-        ).replace_schema_metadata({"trajectory": json.dumps(header)})
+        columns: dict[str, Any] = {
+            "token": self.tokens,
+            "turn": self.turn_ids,
+            "rollout_logprob": self.rollout_logprobs,
+            "policy_version": self.policy_versions,
+        }
+        if self.experts is not None:
+            header["experts"] = self.experts.shape
+            rows = pa.FixedSizeListArray.from_arrays(self.experts.reshape(-1), int(np.prod(self.experts.shape[1:])))
+            columns["experts"] = pa.concat_arrays([rows, pa.nulls(len(self) - len(rows), rows.type)])
+        table = pa.table(columns).replace_schema_metadata({"trajectory": json.dumps(header)})
         part = path.with_suffix(".part")
         pq.write_table(table, part, compression="zstd")
         os.replace(part, path)
@@ -181,6 +188,8 @@ class Trajectory:
         header = json.loads(raw)
         if header["format"] != FORMAT:
             raise InvariantError(f"{path} has format {header['format']}, not {FORMAT}")
+        shape = header.get("experts")
+        rows = None if shape is None else table["experts"].slice(0, shape[0]).combine_chunks().flatten().to_numpy()
         return cls(
             episode_id=header["episode_id"],
             task_id=header["task_id"],
@@ -192,6 +201,7 @@ class Trajectory:
             turn_rewards={int(k): v for k, v in header["turn_rewards"].items()},
             segment=header["segment"],
             info=header["info"],
+            experts=None if rows is None else rows.astype(np.int32, copy=False).reshape(shape),
         )
 
 
@@ -203,6 +213,7 @@ class TrajectoryBuilder:
         self._turn_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._experts: list[npt.NDArray[np.integer[Any]]] = []
         self._turns = 0
 
     def observe(self, tokens: list[int]) -> None:
@@ -226,6 +237,15 @@ class TrajectoryBuilder:
         self._turns += 1
 
     @property
+    def routed(self) -> int:
+        """Tokens from the start whose experts are known."""
+        return sum(map(len, self._experts))
+
+    def route(self, experts: npt.NDArray[np.integer[Any]]) -> None:
+        """Append where the tokens from `routed` on were sent, [tokens, layers, experts per token]."""
+        self._experts.append(experts)
+
+    @property
     def n_turns(self) -> int:
         """Turns with at least one action token."""
         return self._turns
@@ -239,5 +259,6 @@ class TrajectoryBuilder:
             turn_ids=np.asarray(self._turn_ids, np.int32),
             rollout_logprobs=np.asarray(self._logprobs, np.float32),
             policy_versions=np.asarray(self._versions, np.int32),
+            experts=np.concatenate(self._experts).astype(np.int32) if self._experts else None,
             **fields,
         )

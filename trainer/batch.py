@@ -54,6 +54,35 @@ class Packed:
         return Packed(cu_seqlens=self.cu_seqlens, **moved)
 
 
+@dataclass(slots=True)
+class MicroBatch:
+    """One packed micro-batch of a step and what the step computes about it."""
+
+    packed: Packed
+    episodes: Tensor
+    """Episode of each trajectory, index into the global batch's episodes, int64 [B]."""
+    truncated: Tensor
+    """1 for a trajectory that a limit cut, fp32 [B]; becomes its bootstrap value."""
+    success: Tensor
+    """Whether each trajectory's reward is above 0.5, bool [B]."""
+    length_deciles: list[int]
+    """Of each trajectory within the global batch, by number of action tokens, [B]."""
+    weights: Tensor
+    """Factor of every policy-loss token of each trajectory (`trainer.normalise`), fp32 [B]."""
+    values: Tensor
+    """V before each token, fp32 [N]."""
+    targets: Tensor
+    """fp32 [N]"""
+    advantages: Tensor
+    """fp32 [N]"""
+
+    @property
+    def counts(self) -> Tensor:
+        """Action tokens of each trajectory, int64 [B]."""
+        ends = torch.cat([self.packed.mask.new_zeros(1, dtype=torch.int64), self.packed.mask.cumsum(0)])
+        return ends[self.packed.boundaries].diff()
+
+
 EMPTY = Packed(
     tokens=torch.zeros(2, dtype=torch.int32),
     positions=torch.arange(2),
@@ -115,5 +144,5 @@ def plan(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]
         else:
             bins[rank][fit].append(index)
             room[rank][fit] -= n
-    most = max(len(b) for b in bins)
+    most = max(1, *(len(b) for b in bins))
     return [b + [[] for _ in range(most - len(b))] for b in bins]

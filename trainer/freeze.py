@@ -7,13 +7,14 @@ name that fits no group is an error, because a silent default would train or fre
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
-Scheme = Literal["mlp_only", "no_attn", "none"]
+Scheme = Literal["mlp_only", "no_attn", "all"]
 
 _GROUPS = {
     "value_head": r"(v_head|score)\.(weight|bias)",
@@ -40,6 +41,10 @@ class FreezeReport:
     n_trainable: int
     n_frozen: int
 
+    def kinds(self) -> dict[str, int]:
+        """Trainable names with their layer and expert numbers as `*`, and how many parameters each stands for."""
+        return dict(Counter(re.sub(r"\b\d+\b", "*", name) for name in self.trainable))
+
 
 def module_group(name: str) -> str:
     """The group of a parameter: attention, linear_attention, experts, dense_mlp, shared_expert, router (with the gate of a
@@ -52,7 +57,7 @@ def freeze(model: nn.Module, scheme: Scheme) -> FreezeReport:
     """Set `requires_grad` of every parameter, drop the gradients of frozen ones, and report. Build the optimizer afterwards.
 
     mlp_only: MLP and expert projections and the value head train; attention, routers, norms and embeddings are frozen.
-    no_attn: only attention is frozen. none: everything trains (value pretraining).
+    no_attn: only attention is frozen. all: everything trains (value pre-training).
 
     Raises `ValueError`, changing nothing, if names fit no group or the model has no MLP projection.
     """
@@ -79,7 +84,7 @@ def freeze(model: nn.Module, scheme: Scheme) -> FreezeReport:
 def _trains(group: str, scheme: Scheme) -> bool:
     if scheme == "mlp_only":
         return group in _MLP or group == "value_head"
-    return scheme == "none" or group not in _ATTENTION
+    return scheme == "all" or group not in _ATTENTION
 
 
 def _groups(names: Iterable[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ values of all states.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,8 @@ def _build(auto: Any, config: PretrainedConfig) -> Any:
 def is_critic(folder: Path) -> bool:
     """True if the folder was written from a critic."""
     return (folder / "critic.json").is_file()
+
+
+def critic_record(folder: Path) -> dict[str, Any] | None:
+    """What value pre-training wrote beside a critic's weights: its gate, its data; None for a policy folder."""
+    return json.loads((folder / "critic.json").read_text()) if is_critic(folder) else None

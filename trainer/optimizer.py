@@ -30,7 +30,7 @@ class Optimizer:
         if muon_lr is not None:
             self._optimizers.append(torch.optim.Muon(attention, lr=muon_lr, weight_decay=0.0))
         self._base = [group["lr"] for group in self._groups]
-        self._clip, self._warmup = settings["clip"], settings["warmup_steps"]
+        self.clip, self._warmup = settings["clip"], settings["warmup_steps"]
         self.steps = 0
         self.skipped = 0
 
@@ -39,10 +39,31 @@ class Optimizer:
         """Not to be kept: loading a state makes new ones."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self._groups for p in group["params"]]
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that it moves."""
+        mine = {id(p) for p in self._parameters}
+        return [name for name, p in self.model.named_parameters() if id(p) in mine]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step, of the first group."""
+        return float(self._groups[0]["lr"])
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient, before `step`."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def step(self, scale: float = 1.0) -> float:
         """Clip, move, clear the gradients. `scale` multiplies the learning rate. Returns the global norm before clipping."""
-        parameters = [p for group in self._groups for p in group["params"]]
-        norm = full(nn.utils.clip_grad_norm_(parameters, self._clip))
+        parameters = self._parameters
+        norm = full(nn.utils.clip_grad_norm_(parameters, self.clip))
         if not math.isfinite(norm):
             self.skipped += 1
         else:

@@ -20,17 +20,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from harness.errors import ConfigError
 from harness.trajectory import Trajectory
-from trainer import checkpoint, parallel, sft, value
+from trainer import checkpoint, objective, parallel, sft, value
+from trainer.broadcast import BroadcastError, Door, Snapshot
 from trainer.freeze import freeze
-from trainer.model import build_critic, build_policy, random_policy
+from trainer.model import build_critic, build_policy, critic_record, random_policy
+from trainer.objective import Objective
 from trainer.optimizer import Optimizer
-from trainer.step import Learners, train_step
-from trainer.weights import export, write_file
+from trainer.report import FrozenGuard
+from trainer.step import Learners, StepOptions, train_step
+from trainer.weights import export, sha256, write_file
 
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
+SNAPSHOTS = 2
+"""So many versions are kept to be sent: while one is being published, a server that comes back may need the one before."""
 GRACE_S = 3.0
 """An idle rank ends by itself within this time after the harness is gone; a busy one is ended."""
 
@@ -40,7 +46,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.learners: Learners
+        self.objective: Objective
         self.trainer: dict[str, Any] = {}
+        self.snapshots: dict[int, Snapshot] = {}
+        """Published versions that are sent to servers, oldest first."""
+        self.doors: dict[str, Door] = {}
 
     def setup(self, trainer: dict[str, Any]) -> dict[str, Any]:
         """Fields of `TrainerConfig`, before anything else."""
@@ -64,59 +74,117 @@ class Worker:
         self._save_folder(policy.model, config, Path(out), source)
         return report
 
-    def pretrain_value(
-        self, model: str, paths: list[str], mean_reward: float, settings: dict[str, Any], out: str, seed: int
-    ) -> dict[str, Any]:
-        """Value pre-training from the policy folder `model` into the critic folder `out`."""
+    def pretrain_value(self, model: str, paths: list[str], settings: dict[str, Any], out: str, seed: int) -> dict[str, Any]:
+        """Value pre-training from the policy folder `model` into the critic folder `out`; its record names its data."""
+        trajectories = [Trajectory.load(Path(p)) for p in paths]
+        mean_reward = value.mean_reward(trajectories)
         critic = build_critic(Path(model), mean_reward)
         config = critic.model.config
-        freeze(critic, "none")
+        freeze(critic, "all")
         parallel.shard(critic, self._dtype)
-        trajectories = [Trajectory.load(Path(p)) for p in paths]
         report = value.pretrain(critic, trajectories, settings, budget=self.trainer["micro_batch_tokens"], seed=seed)
-        facts = {"mean_reward": mean_reward, "report": report, "trajectories": len(paths)}
-        self._save_folder(critic, config, Path(out), Path(model), critic=facts)
-        return report
+        record = {
+            "gate": value.gate(report, settings),
+            "mean_reward": mean_reward,
+            "trajectories": len(paths),
+            "data_sha256": value.data_hash(trajectories),
+            "policy_sha256": sha256(Path(model) / "model.safetensors"),
+            "settings": settings,
+            "report": report,
+        }
+        self._save_folder(critic, config, Path(out), Path(model), critic=record)
+        return record
 
-    def init(self, model: str, critic: str, critic_settings: dict[str, Any], bias: float) -> dict[str, Any]:
-        """Policy and critic for RL; the critic's frozen set is applied before its optimizer is made."""
+    def init(
+        self,
+        model: str,
+        arm: dict[str, Any],
+        critic: str | None = None,
+        critic_settings: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Policy and, for arms that read values, critic; the critic's frozen set is applied before its optimizer is made.
+
+        `arm` holds the tables `loss`, `advantage` and `settings`.
+        """
+        self.objective = objective.build(**arm, compiled_gae=self.trainer["compiled_gae"])
         policy = build_policy(Path(model))
-        value_model = build_critic(Path(critic), bias)
-        report = freeze(value_model, critic_settings["trainable"])
         parallel.shard(policy, self._dtype)
+        self.learners = Learners(policy, Optimizer(policy, self.trainer["optimizer"]))
+        facts: dict[str, Any] = {"policy_parameters": sum(p.numel() for p in policy.parameters())}
+        if critic is None or critic_settings is None:
+            return facts
+        value_model = build_critic(Path(critic))
+        report = freeze(value_model, critic_settings["trainable"])
         parallel.shard(value_model, self._dtype)
-        self.learners = Learners(
-            policy,
-            Optimizer(policy, self.trainer["optimizer"]),
-            value_model,
-            Optimizer(value_model, critic_settings["optimizer"], critic_settings["head_lr_mult"]),
-        )
-        return {
-            "policy_parameters": sum(p.numel() for p in policy.parameters()),
+        optimizer = Optimizer(value_model, critic_settings["optimizer"], critic_settings["head_lr_mult"])
+        if sorted(optimizer.names) != sorted(report.trainable):
+            raise AssertionError("the critic's optimizer does not hold exactly the trainable parameters")
+        self.learners.critic, self.learners.critic_optimizer = value_model, optimizer
+        self.learners.guard = FrozenGuard(value_model)
+        return facts | {
             "critic_trainable": report.n_trainable,
             "critic_frozen": report.n_frozen,
-            "critic_trainable_names": report.trainable,
+            "critic_trainable_kinds": report.kinds(),
+            "critic_record": critic_record(Path(critic)),
+            "policy_sha256": sha256(Path(model) / "model.safetensors"),
         }
 
-    def step(self, paths: list[str], sampling: str, **arguments: Any) -> dict[str, Any]:
-        """One SAO step (`trainer.step.train_step`) on stored trajectories, all sampled under the contract `sampling`."""
+    def step(self, paths: list[str], sampling: str, **options: Any) -> dict[str, Any]:
+        """One step (`trainer.step.train_step`) on stored trajectories, all sampled under the contract `sampling`."""
         trajectories = [Trajectory.load(Path(p)) for p in paths]
         for trajectory in trajectories:
             if trajectory.info.get("sampling") != sampling:
                 raise ConfigError(f"{trajectory.episode_id} was sampled under another contract", hint="start a new run")
-        return train_step(self.learners, trajectories, micro_batch_tokens=self.trainer["micro_batch_tokens"], **arguments)
+        made = StepOptions(micro_batch_tokens=self.trainer["micro_batch_tokens"], **options)
+        return train_step(self.learners, trajectories, self.objective, made)
 
-    def publish(self, path: str, probe: list[int]) -> dict[str, Any]:
-        """Write the policy's weights; their sha256 and the log-probs of the probe tokens under them."""
+    def publish(self, probe: list[int], version: int = 0, path: str | None = None) -> dict[str, Any]:
+        """The policy as `version`, and the log-probs of the probe tokens under it.
+
+        Into the file `path`, with its `sha256`; without one rank 0 keeps a copy for `send`, and `announced` is what a server
+        must know of it.
+        """
         policy = self.learners.policy
-        tensors = {name: t.cpu() for name, t in export(policy.model)}
-        digest = write_file(tensors, Path(path)) if dist.get_rank() == 0 else ""
-        device = parallel.device()
-        tokens = torch.tensor(probe, dtype=torch.int32, device=device)
-        with torch.no_grad():
-            where = torch.arange(1, len(probe), device=device)
-            logprobs, _ = policy(tokens, torch.arange(len(probe), device=device), [0, len(probe)], where)
-        return {"sha256": digest, "probe": logprobs.tolist()}
+        tensors = _gathered(policy.model, copied=path is None)
+        answer: dict[str, Any] = {"probe": _scores(policy, probe)}
+        if dist.get_rank() != 0:
+            return answer
+        if path is not None:
+            return answer | {"sha256": write_file(tensors, Path(path))}
+        self.snapshots[version] = snapshot = Snapshot.of(tensors)
+        for old in list(self.snapshots)[:-SNAPSHOTS]:
+            del self.snapshots[old]
+        return answer | {"announced": snapshot.announced()}
+
+    def listen(self, address: str) -> dict[str, Any]:
+        """Open a door for servers at an address of this machine; its `port`."""
+        if dist.get_rank() != 0:
+            return {}
+        if address not in self.doors:
+            try:
+                self.doors[address] = Door(address)
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(
+                    f"the trainer cannot listen at {address}: {error}", hint="set engine.vllm.server.weight_transfer=disk"
+                ) from error
+        return {"port": self.doors[address].port}
+
+    def send(self, address: str, version: int, **how: Any) -> dict[str, Any]:
+        """Send a published version to the server that comes to a meeting (`Door.send`); `failed` says why it has not got it."""
+        if dist.get_rank() != 0:
+            return {}
+        if version not in self.snapshots:
+            return {"failed": f"version {version} is not kept any more"}
+        try:
+            self.doors[address].send(self.snapshots[version], **how)
+        except BroadcastError as error:
+            return {"failed": str(error)}
+        return {"failed": None}
+
+    def logprobs(self, texts: list[list[int]], model: str | None = None) -> dict[str, Any]:
+        """log p of tokens 1.. of each text (nats, fp32) under the present policy, or under that of the folder `model`."""
+        policy = self.learners.policy if model is None else parallel.shard(build_policy(Path(model)), self._dtype)
+        return {"logprobs": [_scores(policy, text) for text in texts]}
 
     def save(self, path: str) -> dict[str, Any]:
         """Write a checkpoint."""
@@ -135,7 +203,7 @@ class Worker:
         return {}
 
     def _save_folder(self, model: Any, config: Any, out: Path, source: Path, critic: dict[str, Any] | None = None) -> None:
-        tensors = {name: t.cpu() for name, t in export(model)}
+        tensors = _gathered(model)
         if dist.get_rank() != 0:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -146,6 +214,22 @@ class Worker:
         if critic is not None:
             (out / "critic.json").write_text(json.dumps(critic, indent=2) + "\n")
         write_file(tensors, out / "model.safetensors")  # last: a folder with weights is whole
+
+
+def _gathered(model: nn.Module, *, copied: bool = False) -> dict[str, torch.Tensor]:
+    """Every tensor by its public name, on rank 0's CPU; `copied`: later steps do not change them. A collective."""
+    rank0 = dist.get_rank() == 0
+    return {name: t.to("cpu", copy=copied) for name, t in export(model) if rank0}
+
+
+def _scores(policy: nn.Module, text: list[int]) -> list[float]:
+    """log p of tokens 1... A collective."""
+    device = parallel.device()
+    tokens = torch.tensor(text, dtype=torch.int32, device=device)
+    with torch.no_grad():
+        where = torch.arange(1, len(text), device=device)
+        logprobs, _ = policy(tokens, torch.arange(len(text), device=device), [0, len(text)], where)
+    return logprobs.tolist()  # type: ignore[no-any-return]
 
 
 def commands() -> Iterator[tuple[dict[str, Any], Any]]:

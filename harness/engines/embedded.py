@@ -44,6 +44,11 @@ class EmbeddedEngine(HttpEngine):
             raise
         return cls(f"http://127.0.0.1:{port}", process, log, request_s=3_600.0)
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     async def close(self) -> None:
         """Close the connections and end the process."""
         await super().close()

@@ -6,65 +6,71 @@ output, an unfinished answer) is an `EngineError`: the episode is retried, never
 
 from __future__ import annotations
 
-import math
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from harness.engines.wire import GENERATE, generate_body, score_body, scores
+from harness.engines.wire import generation as _generation
 from harness.errors import EngineError
 from harness.protocols import GenerateRequest, Generation
+
+KEPT_S = 2.0
+"""An idle connection is closed after this; servers close it after 5 s, and a request that meets that moment is lost."""
+
+METRICS_S = 30.0
+KEY = "VLLM_API_KEY"
+"""Environment variable with the secret that servers ask for, if they do."""
 
 
 class HttpEngine:
     """One engine server."""
 
-    def __init__(self, url: str, *, request_s: float = 3_600.0) -> None:
+    def __init__(self, url: str, *, request_s: float = 3_600.0, connect_s: float = 10.0) -> None:
         self.url = url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=request_s, sock_connect=10.0)
+        self._timeout = aiohttp.ClientTimeout(total=request_s, sock_connect=connect_s)
         self._session: aiohttp.ClientSession | None = None
 
-    async def _call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The connections; opened by the first call."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
+            key = os.environ.get(KEY)
+            headers = {"Authorization": f"Bearer {key}"} if key else None
+            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector, headers=headers)
+        return self._session
+
+    async def _text(self, method: str, route: str, body: dict[str, Any] | None = None, limit_s: float | None = None) -> str:
+        """What a route answers with HTTP 200, within `limit_s` (None: the limit of every request)."""
+        timeout = self._timeout if limit_s is None else aiohttp.ClientTimeout(limit_s, sock_connect=self._timeout.sock_connect)
         try:
-            async with self._session.request(method, self.url + route, json=body) as response:
+            async with self.session.request(method, self.url + route, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     raise EngineError(f"engine {route}: HTTP {response.status}: {(await response.text())[:500]}")
-                return await response.json()  # type: ignore[no-any-return]
+                return await response.text()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineError(f"engine {route}: {error!r}", hint=f"look at the engine's log; is {self.url} up?") from error
 
+    async def _call(
+        self, method: str, route: str, body: dict[str, Any] | None = None, limit_s: float | None = None
+    ) -> dict[str, Any]:
+        text = await self._text(method, route, body, limit_s)
+        try:
+            return json.loads(text)  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise EngineError(f"engine {route}: {error!r}", hint=f"is {self.url} an engine?") from error
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample a continuation."""
-        params: dict[str, Any] = {
-            "max_tokens": request.max_tokens,
-            "temperature": request.sampling.temperature,
-            "top_p": request.sampling.top_p,
-            "top_k": request.sampling.top_k,
-            "stop_token_ids": list(request.stop_token_ids),
-            "logprobs": 0,
-            "detokenize": False,
-        }
-        if request.seed is not None:
-            params["seed"] = request.seed
-        body = {"token_ids": request.token_ids, "sampling_params": params, "request_id": request.request_id}
-        answer = await self._call("POST", "/inference/v1/generate", body)
-        return _generation(answer)
+        return _generation(await self._call("POST", GENERATE, generate_body(request)))
 
     async def score(self, token_ids: list[int]) -> list[float]:
         """log p of tokens 1.. under the current weights."""
-        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answer = await self._call("POST", "/inference/v1/generate", {"token_ids": token_ids, "sampling_params": params})
-        try:
-            rows = answer["prompt_logprobs"]
-            scores = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"the engine's scores are incomplete: {error!r}") from error
-        if not all(math.isfinite(x) for x in scores):
-            raise EngineError("the engine answered a score that is not finite")
-        return scores
+        return scores(await self._call("POST", GENERATE, score_body(token_ids)), token_ids)
 
     async def update_weights(self, path: Path, version: int, sha256: str | None = None) -> None:
         """Pause, load, label, resume. If any step fails the engine stays paused."""
@@ -76,32 +82,10 @@ class HttpEngine:
 
     async def metrics(self) -> dict[str, float]:
         """Load figures of the embedded engine."""
-        return await self._call("GET", "/metrics")
+        return await self._call("GET", "/metrics", None, METRICS_S)
 
     async def close(self) -> None:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-
-def _generation(answer: dict[str, Any]) -> Generation:
-    try:
-        choice = answer["choices"][0]
-        ids = [int(t) for t in choice["token_ids"]]
-        logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-        finish = choice["finish_reason"]
-        versions: list[int] = []
-        for span in choice["weight_versions"]:
-            if span["start"] != len(versions):
-                raise ValueError(f"version span starts at {span['start']}, not {len(versions)}")
-            versions += [int(span["version"])] * (span["end"] - span["start"])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise EngineError(f"the engine's answer is incomplete: {error!r}") from error
-    if finish not in ("stop", "length"):
-        raise EngineError(f"the engine ended with finish_reason={finish!r}")
-    if not ids or not len(ids) == len(logprobs) == len(versions):
-        raise EngineError(f"the engine answered {len(ids)} tokens, {len(logprobs)} log-probs, {len(versions)} versions")
-    if not all(math.isfinite(x) and x <= 1e-4 for x in logprobs) or min(versions) < 0:
-        raise EngineError("the engine answered a log-prob that is none, or a version below 0")
-    return Generation(ids, logprobs, versions, finish)

@@ -40,5 +40,9 @@ class ScriptedEngine:
         """Take the label; a script has no weights."""
         self.version = version
 
+    async def metrics(self) -> dict[str, float]:
+        """A script has no load."""
+        return {}
+
     async def close(self) -> None:
         """Nothing to close."""

@@ -14,13 +14,14 @@ import posixpath
 import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from harness.errors import SandboxError
-from harness.protocols import ExecResult
+from harness.protocols import ByteStream, ExecResult
 from harness.task import Task
 
 
@@ -61,6 +62,10 @@ class MemorySandbox:
         self.files: dict[str, bytes] = {}
         self._closed = False
 
+    async def fresh(self) -> MemorySandbox:
+        """See `Sandbox`."""
+        return MemorySandbox()
+
     async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
         """Run one script; anything else is exit code 127."""
         self._check_open()
@@ -73,6 +78,10 @@ class MemorySandbox:
         if not words or not posixpath.basename(words[0]).startswith("python") or not arguments:
             return ExecResult(f"memory sandbox: only `python [-I] [-S] script.py ...` can run here: {command}\n", 127)
         return Script(self.files, arguments, isolated).run()
+
+    async def spawn(self, command: Sequence[str], *, tty: bool = False) -> ByteStream:
+        """Raises `SandboxError`: there are no programs."""
+        raise SandboxError(f"memory sandboxes run no programs: {command[0]}", hint="set sandbox.id to process or docker")
 
     async def read(self, path: str) -> bytes:
         """See `Sandbox`."""

@@ -27,21 +27,22 @@ import stat
 import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, SubprocessStreamProtocol
+from asyncio.subprocess import DEVNULL
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from harness.errors import ConfigError, SandboxError
-from harness.protocols import ExecResult
+from harness.protocols import ByteStream, ExecResult
+from harness.sandboxes.process_stream import KILL_S, STUCK, TAKE_TERMINAL, ProcessStream, Program, let_signals_through
 from harness.sandboxes.shell import SUPERVISOR, Shell
 from harness.task import Task
 
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 1024
-KILL_S = 10.0
-STUCK = "look for processes in state D in ps: they hang in the kernel"
 _UNSHARE = (("unshare", "--net"), ("unshare", "--user", "--map-root-user", "--net"))
 _numbers = itertools.count(1)
 
@@ -80,8 +81,8 @@ class ProcessSandboxes:
             "n": OPEN_FILES,
         }
         # Each may be refused (a lower hard limit, macOS); a new network namespace has its loopback down.
-        self._script = "".join(f"ulimit -{flag} {value} 2>/dev/null; " for flag, value in limits.items())
-        self._script += "command -v ip >/dev/null && ip link set lo up 2>/dev/null; " + SUPERVISOR
+        self._limits = "".join(f"ulimit -{flag} {value} 2>/dev/null; " for flag, value in limits.items())
+        self._limits += "command -v ip >/dev/null && ip link set lo up 2>/dev/null; "
 
     async def start(self) -> None:
         """Find bash and the way to cut the network off; say once what this sandbox is not."""
@@ -91,11 +92,15 @@ class ProcessSandboxes:
         network = "without network" if self._unshare else "WITH network: this kernel refuses a network namespace"
         log.warning("process sandboxes are not a security boundary: commands run as this user, %s", network)
         self._folder.mkdir(mode=0o700, exist_ok=True)
+        let_signals_through()
 
     async def acquire(self, task: Task) -> ProcessSandbox:
         """A new folder; bash starts with the first command."""
         sandbox = ProcessSandbox(
-            self._folder / str(next(_numbers)), ("nice", "-n", "5", *self._unshare, "bash", "-c", self._script)
+            self._folder / str(next(_numbers)),
+            ("nice", "-n", "5", *self._unshare, "bash", "-c"),
+            self._limits,
+            partial(self.acquire, task),
         )
         self._open = [other for other in self._open if not other.closed]
         self._open.append(sandbox)
@@ -125,22 +130,46 @@ class ProcessSandboxes:
 
 
 class ProcessSandbox:
-    """One folder, one bash."""
+    """One folder, one bash, and programs beside it."""
 
-    def __init__(self, folder: Path, command: tuple[str, ...]) -> None:
-        self._folder, self._command = folder, command
+    def __init__(
+        self, folder: Path, bash: tuple[str, ...], limits: str, another: Callable[[], Awaitable[ProcessSandbox]]
+    ) -> None:
+        self._folder, self._bash, self._limits, self._another = folder, bash, limits, another
         self._label = f"{folder.parent.name}/{folder.name}"
         self._work, self._tmp = folder / "work", folder / "tmp"
         self._spawned = False
-        self._bash: tuple[asyncio.SubprocessTransport, ProcessStream] | None = None
-        self._shell = Shell(self._spawn, self._kill)
+        self._supervisor: ProcessStream | None = None
+        self._programs: list[Program] = []
+        self._shell = Shell(self._supervise, self._kill)
         self.closed = False
         self._make_folders()
+
+    async def fresh(self) -> ProcessSandbox:
+        """See `Sandbox`."""
+        return await self._another()
 
     async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
         """See `Sandbox`."""
         self._check_open()
         return await self._shell.exec(command, timeout_s=timeout_s)
+
+    async def spawn(self, command: Sequence[str], *, tty: bool = False) -> ByteStream:
+        """See `Sandbox`. A program has the environment and the limits of the shell."""
+        environment = self._environment()
+        if tty:
+            script = f'{TAKE_TERMINAL}{self._limits}exec "$@"'
+            words = (*self._bash, script, "bash")
+            stream = await ProcessStream.open_terminal(
+                lambda name: (*words, name, *command), self._work, {**environment, "TERM": "xterm-256color"}
+            )
+        else:
+            words = (*self._bash, f'{self._limits}exec "$@"', "bash")
+            stream = await ProcessStream.open((*words, *command), self._work, environment)
+        program = Program(stream, kill_session)
+        self._programs = [other for other in self._programs if not other.ended]
+        self._programs.append(program)
+        return program
 
     async def read(self, path: str) -> bytes:
         """See `Sandbox`. Raises `ValueError` if the path leads out of the sandbox."""
@@ -153,6 +182,8 @@ class ProcessSandbox:
     async def close(self) -> None:
         """See `Sandbox`."""
         self.closed = True
+        for program in self._programs:
+            await program.close()
         await self._kill()
         await asyncio.to_thread(_remove, self._folder)
 
@@ -175,77 +206,38 @@ class ProcessSandbox:
         except OSError as error:
             raise _disk_error(error) from error
 
-    async def _spawn(self) -> ProcessStream:
+    def _environment(self) -> dict[str, str]:
+        """Of a process that is about to be started; its folders exist, though a command may have removed them."""
         self._check_open()
-        self._make_folders()  # a command may have removed them
-        loop = asyncio.get_running_loop()
-        environment = {
+        self._make_folders()
+        self._spawned = True
+        return {
             "PATH": os.pathsep.join((os.path.join(sys.base_exec_prefix, "bin"), os.environ.get("PATH", os.defpath))),
             "HOME": str(self._work),
             "TMPDIR": str(self._tmp),
             "LANG": "C.UTF-8",
             "SAO_SANDBOX": self._label,
         }
-        self._spawned = True
-        try:
-            # Not create_subprocess_exec: it hides the transport, which alone lets go of pipes that a child holds.
-            self._bash = await loop.subprocess_exec(
-                ProcessStream,
-                *self._command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=STDOUT,
-                cwd=self._work,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SandboxError(f"no process could be started: {error}") from error
-        return self._bash[1]
+
+    async def _supervise(self) -> ProcessStream:
+        environment = self._environment()
+        self._supervisor = await ProcessStream.open((*self._bash, self._limits + SUPERVISOR), self._work, environment)
+        return self._supervisor
 
     async def _kill(self) -> None:
+        """Kill everything, the programs beside the shell too."""
         if not self._spawned:
             return
-        if self._bash is not None:
-            transport, stream = self._bash
+        if self._supervisor is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty (macOS: only zombies)
-                os.killpg(transport.get_pid(), signal.SIGKILL)
-            await stream.wait_for_exit()
-            transport.close()
-            self._bash = None
+                os.killpg(self._supervisor.pid, signal.SIGKILL)
+            await self._supervisor.wait_for_exit()
+            self._supervisor.let_go()
+            self._supervisor = None
+        for program in self._programs:
+            await program.kill()
         await asyncio.to_thread(kill_marked, self._label, exact=True)
         self._spawned = False
-
-
-class ProcessStream(SubprocessStreamProtocol):
-    """Standard input and output of a process."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=2**16, loop=asyncio.get_running_loop())
-        self._exited = asyncio.Event()
-
-    def process_exited(self) -> None:
-        """Called by the event loop."""
-        super().process_exited()
-        self._exited.set()
-
-    async def wait_for_exit(self) -> None:
-        """Wait until the killed process is dead. Raises `SandboxError` if it does not die."""
-        try:
-            await asyncio.wait_for(self._exited.wait(), KILL_S)
-        except TimeoutError as error:
-            raise SandboxError(f"a shell does not die within {KILL_S:g} s", hint=STUCK) from error
-
-    async def read(self) -> bytes:
-        """See `Stream`."""
-        assert self.stdout is not None
-        return await self.stdout.read(2**16)
-
-    async def write(self, data: bytes) -> None:
-        """See `Stream`."""
-        assert self.stdin is not None
-        self.stdin.write(data)
-        await self.stdin.drain()
 
 
 # --- finding and removing what is left -------------------------------------------------------------------------------
@@ -277,10 +269,18 @@ def kill_marked(label: str, *, exact: bool) -> int:
     killed = 0
     deadline = time.monotonic() + KILL_S
     while pids := _marked(mark):  # again, because they may have forked meanwhile
-        for pid in pids:
-            _kill_and_wait(pid, deadline)
+        _kill_and_wait(pids, deadline)
         killed += len(pids)
     return killed
+
+
+def kill_session(leader: int) -> None:
+    """Kill a living session leader and everything in its session; where there is no /proc, in its process group."""
+    deadline = time.monotonic() + KILL_S
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended (macOS: only zombies)
+        os.killpg(leader, signal.SIGKILL)
+    while pids := _in_session(leader):
+        _kill_and_wait(pids, deadline)
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -305,23 +305,37 @@ def _marked(mark: bytes) -> list[int]:
     return pids
 
 
-def _kill_and_wait(pid: int, deadline: float) -> None:
+def _in_session(leader: int) -> list[int]:
+    if sys.platform != "linux":
+        return []
+    pids = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        fields = _stat_fields(int(name))
+        if fields and fields[3] == str(leader) and fields[0] not in "ZX":
+            pids.append(int(name))
+    return pids
+
+
+def _kill_and_wait(pids: list[int], deadline: float) -> None:
+    """All are killed before one is waited for: a session leader may not die while others write to its terminal."""
     if sys.platform != "linux":
         return
+    handles = {}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            handles[pid] = os.pidfd_open(pid)
     try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
-        ended = select.poll()
-        ended.register(handle, select.POLLIN)
-        if not ended.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise SandboxError(f"process {pid} does not die", hint=STUCK)
-    except ProcessLookupError:
-        return
+        for handle in handles.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for pid, handle in handles.items():
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            if not ended.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise SandboxError(f"process {pid} does not die", hint=STUCK)
     finally:
-        os.close(handle)
+        for handle in handles.values():
+            os.close(handle)
 
 
 def _remove(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """One persistent bash behind a byte stream: the protocol that the process sandbox and the container sandbox share.
 
-Flows in: commands (any text) and two hooks of the sandbox: open a stream to a fresh `SUPERVISOR`, and kill everything.
+Flows in: commands (any text) and hooks of the sandbox: open a stream to a fresh `SUPERVISOR`, kill everything, and say
+which limit ended the stream (or raise, if it was no command's doing).
 Flows out: `ExecResult`s. On the wire:
 
     us    sao-go <gone>                                  the supervisor starts a bash on the same stream
@@ -18,14 +19,23 @@ import asyncio
 import re
 import secrets
 import shlex
+import signal
+import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from harness.errors import SandboxError
 from harness.protocols import ExecResult
 
 OUTPUT_CAP = 64 * 1024
 """Bytes of output that one command may return; half from its head, half from its tail."""
+
+Limit = Literal["", "memory", "pids", "file_size", "disk"]
+KILLED: dict[Limit, str] = {
+    "": "the shell was killed",
+    "memory": "the sandbox was killed at its memory limit",
+    "disk": "the sandbox's disk budget is exceeded; all processes were killed; the files are kept: delete some at once",
+}
 
 # Commands may point fd 1 and 2 of bash elsewhere (`exec >log`); the marker goes to a number that no script uses.
 _FD = 199
@@ -37,6 +47,24 @@ SUPERVISOR = (
     "printf '\\n%s %d\\n' \"$gone\" $?; done"
 )
 """Argument of `bash -c`. It outlives the bash that runs the commands, and ends with its standard input."""
+
+_ALARM = 198
+_LOOP, _START, _END = SUPERVISOR.partition("bash --noprofile")
+# The pipe is open both ways, so that nobody who writes dies when the alarm has been killed; it has a process group of its
+# own, so that `kill 0` does not reach it; and each bash gets a new one: one that is being killed still looks alive.
+WATCHED_SUPERVISOR = (
+    f"exec {_ALARM}<> <(:); alarm=; {_LOOP}"
+    '[ -z "$alarm" ] || { kill -9 $alarm; wait $alarm; }; set -m; while read -r seconds; do [ "$seconds" ] || continue; '
+    f'read -r -t "$seconds" _; [ $? -le 128 ] || kill -9 -1; done <&{_ALARM} & alarm=$!; set +m; '
+    f"{_START}{_END.removesuffix('done')}printf '\\n' >&{_ALARM}; done"
+)
+"""The same with an alarm for where process ids are the sandbox's own: a command past its time kills all processes but 1.
+
+Each command winds the alarm with its seconds and an empty line stops it, so that a command ends on time also when nobody
+outside is left to end it. It costs no process per command; a timeout then needs no call outside.
+"""
+ALARM_S = 3.0
+"""How long after a command's time the alarm may ring before everything is killed from outside."""
 
 # A longer line than the marker of the deepest possible folder cannot be the beginning of a marker.
 _MARK_MAX = 32 * 1024
@@ -85,8 +113,15 @@ class CappedOutput:
 class Shell:
     """Runs commands one after the other in one bash, which is started by the first of them."""
 
-    def __init__(self, open_stream: Callable[[], Awaitable[Stream]], kill_all: Callable[[], Awaitable[None]]) -> None:
-        self._open_stream, self._kill_all = open_stream, kill_all
+    def __init__(
+        self,
+        open_stream: Callable[[], Awaitable[Stream]],
+        kill_all: Callable[[], Awaitable[None]],
+        why_ended: Callable[[], Awaitable[Limit]] | None = None,
+        watched: bool = False,
+    ) -> None:
+        self._open_stream, self._kill_all, self._why_ended = open_stream, kill_all, why_ended
+        self._watched = watched
         self._stream: Stream | None = None
         self._lock = asyncio.Lock()
         self._gone = b""
@@ -95,7 +130,7 @@ class Shell:
         self._busy = False
 
     async def exec(self, command: str, *, timeout_s: float, cap: int | None = OUTPUT_CAP) -> ExecResult:
-        """Run one command. Raises what the two hooks raise; everything a command can do wrong is a result."""
+        """Run one command. Raises what the hooks raise; everything a command can do wrong is a result."""
         if "\0" in command:
             return ExecResult("bash: a command cannot contain a NUL byte\n", 126)
         async with self._lock:
@@ -109,30 +144,51 @@ class Shell:
             self._busy = False
             return result
 
+    def forget(self) -> None:
+        """The stream has ended while no command ran: the next one opens another, in the same folder."""
+        self._stream = None
+        self._unread.clear()
+
     async def _run(self, stream: Stream, command: str, timeout_s: float, output: CappedOutput) -> ExecResult:
         lost = f"the next command gets a new shell in {self._folder.decode() or 'the first folder'}, without its variables"
+        late = f"timed out after {timeout_s:g} s; all processes were killed"
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                bash_ended, code = await self._converse(stream, command, output)
+            async with asyncio.timeout(timeout_s + ALARM_S * self._watched):
+                bash_ended, code = await self._converse(stream, command, timeout_s, output)
+        except (TimeoutError, ConnectionError, EOFError):
+            timed_out = time.monotonic() - began >= timeout_s
+            limit_hit: Limit = "" if timed_out or self._why_ended is None else await self._why_ended()
+            await self._reset()
+            output.add(f"\n[{late if timed_out else KILLED[limit_hit]}; {lost}]\n".encode())
+            return ExecResult(output.text(), 124 if timed_out else 137, timed_out, limit_hit)
+        if bash_ended:
+            timed_out = self._watched and code == 137 and time.monotonic() - began >= timeout_s
+            await self._start_bash(stream)
+            if timed_out:
+                await self._drain(stream)
+            output.add(f"\n[{late if timed_out else f'the shell exited with code {code}'}; {lost}]\n".encode())
+            code = 124 if timed_out else code
+            return ExecResult(output.text(), code, timed_out)
+        return ExecResult(output.text(), code, killed_by="file_size" if code == 128 + signal.SIGXFSZ else "")
+
+    async def _drain(self, stream: Stream) -> None:
+        """Throw away what killed processes were writing when bash had ended already."""
+        try:
+            async with asyncio.timeout(ALARM_S):
+                await self._converse(stream, ":", ALARM_S, CappedOutput(0))
         except (TimeoutError, ConnectionError, EOFError):
             await self._reset()
-            if limit.expired():
-                output.add(f"\n[timed out after {timeout_s:g} s; all processes were killed; {lost}]\n".encode())
-                return ExecResult(output.text(), 124, timed_out=True)
-            output.add(f"\n[the shell was killed; {lost}]\n".encode())
-            return ExecResult(output.text(), 137)
-        if bash_ended:
-            await self._start_bash(stream)
-            output.add(f"\n[the shell exited with code {code}; {lost}]\n".encode())
-        return ExecResult(output.text(), code)
 
-    async def _converse(self, stream: Stream, command: str, output: CappedOutput) -> tuple[bool, int]:
+    async def _converse(self, stream: Stream, command: str, seconds: float, output: CappedOutput) -> tuple[bool, int]:
         """Send the command and read up to its marker: whether bash itself ended, and the exit code."""
         nonce = secrets.token_hex(16)
         mark = re.compile(rb"\n(?:(%s)|%s) (\d+)(?: ([^\n]*))?\n" % (self._gone, nonce.encode()))
+        wind = f"builtin printf '%s\\n' {max(seconds, 0.001):.3f} >&{_ALARM} || :; " if self._watched else ""
+        stop = f"; builtin printf '\\n' >&{_ALARM} || :" if self._watched else ""
         await stream.write(
-            f"eval -- {shlex.quote(command)} </dev/null >&{_FD} 2>&{_FD}; "
-            f'builtin printf \'\\n%s %d %q\\n\' {nonce} "$?" "$PWD" >&{_FD}\n'.encode(errors="replace")
+            f"{wind}eval -- {shlex.quote(command)} </dev/null >&{_FD} 2>&{_FD}; "
+            f'builtin printf \'\\n%s %d %q\\n\' {nonce} "$?" "$PWD" >&{_FD}{stop}\n'.encode(errors="replace")
         )
         unread = self._unread
         while not (found := mark.search(unread)):
@@ -162,7 +218,6 @@ class Shell:
 
     async def _reset(self) -> None:
         self._busy = True
-        self._stream = None
-        self._unread.clear()
+        self.forget()
         await self._kill_all()
         self._busy = False

@@ -10,15 +10,16 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.protocols import Sandbox
-from harness.sandboxes.docker import DockerSandboxes, Engine
+from harness.sandboxes.docker import DockerSandboxes
+from harness.sandboxes.docker_engine import Engine
 from harness.sandboxes.memory import MemorySandboxes
 from harness.sandboxes.process import ProcessSandboxes
 from harness.task import Task
@@ -35,6 +36,7 @@ PROVIDERS: dict[str, Any] = {"memory": MemorySandboxes, "process": ProcessSandbo
 ROOT = Path(__file__).resolve().parents[2]
 TASK = Task(id="contract", messages=())
 COMMAND_S = 30.0
+SOCKET = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
 
 
 @asynccontextmanager
@@ -86,9 +88,68 @@ def folders_of(run_id: str) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"sao-{run_id}-*"))
 
 
+@contextmanager
+def an_engine() -> Iterator[Engine]:
+    """The environment's engine, for a look from outside."""
+    engine = Engine()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
 def containers_of(run_id: str) -> list[str]:
     """Ids of a run's containers, running or not."""
-    engine = Engine()
-    found = [container["Id"] for container in engine.find(f"sao.run={run_id}")]
-    engine.close()
-    return found
+    with an_engine() as engine:
+        return [container["Id"] for container in engine.find(f"sao.run={run_id}")]
+
+
+async def until(provider: DockerSandboxes, condition: Callable[[], bool]) -> None:
+    """Wait for what the pool tells when it changes."""
+    changes = provider._fleet._condition
+    async with asyncio.timeout(COMMAND_S), changes:
+        await changes.wait_for(condition)
+
+
+class Proxy:
+    """A TCP port that leads to the engine's unix socket, until it is cut."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self.port = path, 0
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        """Listen, always at the same port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def cut(self) -> None:
+        """Drop every connection; new ones are taken."""
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def stop(self) -> None:
+        """Drop every connection and take no more."""
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_unix_connection(self._path)
+        self._open |= {writer, back}
+        try:
+            await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
+        except (OSError, asyncio.CancelledError):
+            pass  # cut, or the end of the test
+        finally:
+            self._open -= {writer, back}
+            writer.transport.abort()
+            back.transport.abort()
+
+    @staticmethod
+    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()

@@ -16,7 +16,8 @@ import pytest
 
 from harness.errors import ConfigError, SandboxError
 from harness.protocols import Sandbox
-from harness.sandboxes.docker import Engine
+from harness.registry import plugin_config
+from harness.sandboxes.docker import DockerSandboxes
 from tests.contracts.sandbox_support import (
     COMMAND_S,
     PROVIDERS,
@@ -80,49 +81,6 @@ def test_the_process_sandbox_limits_file_size() -> None:
 
 
 @needs_docker
-def test_the_container_is_locked_down() -> None:
-    forks = "import subprocess\nfor n in range(99):\n  try: subprocess.Popen(['sleep', '5'])\n"
-    forks += "  except BlockingIOError: print('refused', n); break"
-
-    async def story(sandbox: Sandbox) -> None:
-        status = dict(line.split(":\t", 1) for line in (await ok(sandbox, "cat /proc/self/status")).splitlines())
-        assert int(status["CapEff"], 16) == 0
-        assert int(status["CapBnd"], 16) == 0
-        assert status["NoNewPrivs"] == "1"
-        assert status["Seccomp"] == "2"
-        refused = (await ok(sandbox, f"python3 -c {shlex.quote(forks)}; pkill sleep")).split()
-        assert refused[0] == "refused"
-        assert int(refused[1]) <= 32
-        hungry = await sandbox.exec("python3 -c 'bytearray(300 << 20)'", timeout_s=COMMAND_S)
-        assert hungry.exit_code == 137
-        big = await sandbox.exec("head -c 3000000 /dev/zero > big", timeout_s=COMMAND_S)
-        assert big.exit_code == 153
-        assert await ok(sandbox, "stat -c %s big") == f"{1 << 20}\n"
-        assert "bash" in await ok(sandbox, "kill -9 1; kill -9 -1; cat /proc/1/cmdline | tr '\\0' ' '")
-
-    play("docker", story, pids=32, memory_mb=128, file_mb=1)
-
-
-@needs_docker
-def test_a_lost_container_is_a_sandbox_error() -> None:
-    async def main() -> None:
-        async with started("docker", run_id := f"test-{uuid.uuid4().hex[:8]}") as provider:
-            sandbox = await provider.acquire(TASK)
-            await ok(sandbox, "true")
-            engine = Engine()
-            command = asyncio.ensure_future(sandbox.exec("sleep 60", timeout_s=COMMAND_S))
-            await asyncio.wait([command], timeout=0.2)
-            engine.remove(containers_of(run_id)[0])
-            engine.close()
-            with pytest.raises(SandboxError):
-                await command
-            with pytest.raises(SandboxError):
-                await sandbox.exec("true", timeout_s=COMMAND_S)
-
-    asyncio.run(main())
-
-
-@needs_docker
 def test_docker_problems_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(**options: Any) -> None:
         async with started("docker", **options):
@@ -132,9 +90,30 @@ def test_docker_problems_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch
         asyncio.run(start(image="localhost:1/sao-missing:none"))
     assert "docker image inspect" in caught.value.hint
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    with pytest.raises(ConfigError, match="Docker cannot be reached") as caught:
+    with pytest.raises(ConfigError, match="Docker cannot be reached at unix:///nowhere/docker.sock") as caught:
         asyncio.run(start())
     assert caught.value.hint == "install and start it, or set sandbox.id=process"
+    assert DockerSandboxes.reap(None) == 0, "no engine: nothing to remove"
+    with pytest.raises(ConfigError, match="Docker cannot be reached at tcp://127.0.0.1:9") as caught:
+        asyncio.run(start(engines=["tcp://127.0.0.1:9"]))
+    assert "docker -H tcp://127.0.0.1:9 info" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"engines": ["http://x"]}, "none of unix:///path, tcp://host:port, ssh://user@host"),
+        ({"engines": ["tcp://"]}, "none of unix:///path"),
+        ({"engines": ["unix:///a", "unix:///a"]}, "named twice"),
+        ({"memory_budget_mb": 1000, "memory_mb": 2048}, "less than one container's memory_mb"),
+        ({"disk_budget_mb": 1000}, "less than one container's disk_mb"),
+        ({"warm": 3, "max_containers": 2}, "more than the 2 containers"),
+        ({"warm": 3, "memory_budget_mb": 4096}, "more than the 2 containers"),
+    ],
+)
+def test_a_wrong_docker_option_is_one_message(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        plugin_config("sandbox", {"id": "docker", **options})
 
 
 # --- nothing is left -------------------------------------------------------------------------------------------------

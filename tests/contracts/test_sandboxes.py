@@ -14,7 +14,7 @@ import pytest
 from environments.toy_repair.tasks import HIDDEN_CASES, make_task
 from harness.errors import SandboxError
 from harness.protocols import ExecResult, Sandbox
-from harness.sandboxes import process
+from harness.sandboxes import docker_sandbox, process
 from tests.contracts.sandbox_support import (
     COMMAND_S,
     TASK,
@@ -234,12 +234,56 @@ def test_a_full_disk_is_a_sandbox_error_process() -> None:
     assert "free disk space" in caught.value.hint
 
 
+FILL_MEMORY = "head -c 70000000 /dev/zero > /dev/shm/fill"
+
+
 @needs_docker
-def test_a_full_disk_is_a_sandbox_error_docker() -> None:
+def test_a_full_disk_is_a_sandbox_error_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docker_sandbox, "ENGINE_DISK", "/dev/shm")  # a disk that a test can fill
+
     async def story(sandbox: Sandbox) -> None:
-        await sandbox.exec("head -c 70000000 /dev/zero > /dev/shm/fill", timeout_s=COMMAND_S)
-        with pytest.raises(SandboxError, match="disk is full"):
+        await sandbox.exec(FILL_MEMORY, timeout_s=COMMAND_S)
+        for size in (10_000, 100_000):
+            with pytest.raises(SandboxError, match="disk is full"):
+                await sandbox.write("/dev/shm/file", b"x" * size)
+
+    play("docker", story)
+
+
+@needs_docker
+def test_what_the_policy_has_filled_is_no_lost_sandbox() -> None:
+    async def story(sandbox: Sandbox) -> None:
+        await ok(sandbox, "ln -s /dev/shm/linked link; mkdir /dev/shm/sub")
+        await sandbox.exec(FILL_MEMORY, timeout_s=COMMAND_S)
+        for path in ("/dev/shm/file", "/dev/shm/new/folder/file", "/dev/shm/sub/../a b", "link"):
+            for size in (10_000, 100_000):
+                with pytest.raises(OSError, match="No space left") as caught:
+                    await sandbox.write(path, b"x" * size)
+                assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, path)
+        assert await ok(sandbox, "ls -A /tmp") == "", "nothing is left of big ones"
+        await sandbox.write("file", b"x" * 100_000)
+        await ok(sandbox, "(while :; do echo No space left on device; done & echo $! > /tmp/noise)")
+        for size in (10, 100_000):
+            await sandbox.write("file", b"y" * size)
+            assert await sandbox.read("file") == b"y" * size
+        with pytest.raises(OSError, match="No space left"):
             await sandbox.write("/dev/shm/file", b"x" * 10_000)
+        await ok(sandbox, "kill $(cat /tmp/noise)")
+
+    play("docker", story)
+
+
+@needs_docker
+def test_what_looks_like_no_file_is_read_by_the_engine() -> None:
+    async def story(sandbox: Sandbox) -> None:
+        await sandbox.write("file", data := bytes(range(256)) * 100)
+        await ok(sandbox, "(while :; do echo noise; done & echo $! > /tmp/noise)")
+        assert [await sandbox.read("file") for _ in range(10)] == [data] * 10
+        await ok(sandbox, "kill $(cat /tmp/noise)")
+        for path in ("/proc/self/mem", "/proc/1/mem", "/proc/kmsg"):
+            with pytest.raises(OSError, match="proc"):
+                await sandbox.read(path)
+        assert await sandbox.read("file") == data
 
     play("docker", story)
 

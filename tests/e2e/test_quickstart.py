@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.support import (
+    ANY_CRITIC,
     ROOT,
     SMALL,
     Training,
@@ -23,7 +25,9 @@ from tests.e2e.support import (
     summary,
 )
 
-STEPS = 12
+pytestmark = pytest.mark.timeout(1_200)
+
+STEPS = 20
 CONFIG = "configs/quickstart.toml"
 
 
@@ -54,6 +58,8 @@ def test_the_record_is_whole(trained: Path) -> None:
     assert sum(result["episodes"].values()) == book(trained, "SELECT COUNT(*) FROM episodes")[0][0]
     rows = metrics(trained)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    probe = json.loads((trained / "probe.json").read_text())
+    assert probe["max_abs"] < 1e-4 and probe["version"] == 0 and probe["tokens"] > 192
     assert rows[-1]["version"] == STEPS
     assert all(row["mismatch/abs_logp_diff"] is not None and row["grad/policy"] > 0 for row in rows)
     assert rows[0]["staleness/max"] == 0
@@ -75,7 +81,7 @@ def test_controls_do_not_learn(control: str, trained: Path, tmp_path: Path) -> N
     run = finished(tmp_path, f"steps={STEPS}", f"algorithm.control={control}")
     before = summary(trained)["heldout"]["before"]["success"]
     after = summary(run)["heldout"]["after"]["success"]
-    assert after <= before + 0.1, "a control must not improve"
+    assert after <= before + 0.2, "a control must not improve: three standard errors of a difference of two times 96 tasks"
     assert after <= summary(trained)["heldout"]["after"]["success"] - 0.15
 
 
@@ -129,18 +135,37 @@ def test_each_stage_is_a_verb(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     model = Path(made.stdout.strip())
     assert (model / "model.safetensors").is_file()
-    taught = sao("pretrain-value", CONFIG, runs, f"model.path={model}", "value.episodes=24", "value.epochs=1")
-    assert taught.returncode == 0, taught.stderr
-    critic = Path(taught.stdout.strip())
-    assert (critic / "critic.json").is_file()
     gated = sao("sft", str(config), runs, *short, "sft.gate=environments.toy_repair.gate:skill_gate")
     assert gated.returncode == 2
     assert "gate `reads the numbers`" in gated.stderr
 
 
+def test_value_pretraining_plays_or_takes_a_stored_run(tmp_path: Path) -> None:
+    runs, few = f"run_dir={tmp_path}", ["value.episodes=24", "value.epochs=1"]
+    played = sao("pretrain-value", CONFIG, runs, *few, *ANY_CRITIC)
+    assert played.returncode == 0, played.stderr
+    critic = Path(played.stdout.strip())
+    taken = sao("pretrain-value", CONFIG, runs, *few, *ANY_CRITIC, f"value.run={critic.parent}")
+    assert taken.returncode == 0, taken.stderr
+    records = [json.loads((Path(done.stdout.strip()) / "critic.json").read_text()) for done in (played, taken)]
+    assert records[0]["data_sha256"] == records[1]["data_sha256"] and records[0]["report"] == records[1]["report"]
+    assert not list((Path(taken.stdout.strip()).parent / "trajectories").iterdir()), "nothing was played again"
+    refused = sao("pretrain-value", CONFIG, runs, *few, f"value.run={critic.parent}", "value.min_ev=0.99")
+    assert refused.returncode == 2
+    assert "value.min_ev = 0.99" in refused.stderr and "hint:" in refused.stderr
+
+
 @pytest.mark.skipif(os.environ.get("SAO_TEST_DOCKER") == "0", reason="SAO_TEST_DOCKER=0")
 def test_the_same_job_in_real_containers(tmp_path: Path) -> None:
-    small = ["steps=2", "algorithm.batch=8", "rollout.concurrency=8", "value.episodes=16", "value.epochs=1", "eval.tasks=8"]
+    small = [
+        "steps=2",
+        "algorithm.batch=8",
+        "rollout.concurrency=8",
+        "value.episodes=24",
+        "value.epochs=1",
+        "eval.tasks=8",
+        *ANY_CRITIC,
+    ]
     done = sao("train", CONFIG, f"run_dir={tmp_path}", "sandbox.id=docker", "sandbox.image=sao-test:bookworm", *small)
     assert done.returncode == 0, done.stderr
     (run,) = tmp_path.iterdir()

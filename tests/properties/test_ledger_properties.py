@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from harness.errors import InvariantError
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.task import Termination
 from tests.support import episode
 
@@ -46,8 +46,9 @@ class Book(RuleBasedStateMachine):
 
     @rule(purpose=st.sampled_from(PURPOSES))
     def dispatch(self, purpose: str) -> None:
-        name = f"e{len(self.status)}"
-        self.ledger.dispatch(name, purpose, f"t{name}", len(self.status), 1, self.version)
+        number = len(self.status)
+        name = f"e{number}"
+        self.ledger.dispatch(name, purpose, f"t{name}", Slot(number, number), self.version)
         self.status[name], self.purpose[name] = "running", purpose
 
     @rule(data=st.data())
@@ -136,7 +137,7 @@ class Book(RuleBasedStateMachine):
     def admission_and_repetition_follow(self) -> None:
         train = {n: s for n, s in self.status.items() if self.purpose[n] == "train"}
         assert self.ledger.accepted() == sum(s in ("pending", "trained") for s in train.values())
-        assert sorted(i for i, _ in self.ledger.redo("train")) == sorted(int(n[1:]) for n, s in train.items() if s == "dropped")
+        assert [slot.draw for slot in self.ledger.redo(1)] == sorted(int(n[1:]) for n, s in train.items() if s == "dropped")
         judged = {int(n[1:]) for n, s in train.items() if s in ("pending", "trained")}
         assert self.ledger.done("train") == judged
 

@@ -1,6 +1,6 @@
 """What one rank and two ranks must compute alike. Runs in the tests' own process, and as a torchrun program:
 
-torchrun cases.py MODEL FOLDER        writes FOLDER/results.pt and FOLDER/checkpoint
+torchrun cases.py MODEL FOLDER        writes FOLDER/results-RANK.pt, FOLDER/checkpoint and FOLDER/remembered
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,49 @@ def exported(folder: Path) -> Result:
     return {"state": {n: t.clone() for n, t in export(made.policy.model)} | {n: t.clone() for n, t in export(made.critic)}}
 
 
-CASES: list[Callable[[Path], Result]] = [even, uneven, single, rejected, pretrained, imitated, taught, exported]
+ARMS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": {"id": "grpo"}},
+    "reinforce_pp": {"advantage": {"id": "reinforce_pp_baseline"}},
+    "step_last": {"advantage": {"id": "step_last"}, "lam_value": 0.9},
+    "through_observation": {"advantage": {"id": "through_observation"}},
+    "token_kept": {"loss_norm": "token_kept", "eps_low": 0.9, "eps_high": 2.0},
+    "seq_mean": {"loss_norm": "seq_mean"},
+    "global_std_only": {"advantage_norm": "global_std_only"},
+    "value_clip": {"value_clip": 1e-3},
+    "mask": {"truncation": "mask", "loss_norm": "seq_mean"},
+    "mask_grpo": {"truncation": "mask", "advantage": {"id": "grpo"}},
+    "all_masked": {"truncation": "mask"},
+    "gspo": {"loss": {"id": "gspo", "eps_low": 0.9, "eps_high": 0.5}, "loss_norm": "seq_mean"},
+}
+"""Changes of an `arm`."""
+
+
+def _arm(name: str) -> Callable[[Path], Result]:
+    """Two steps on groups with segments; a limit ended every third episode, or all."""
+
+    def case(folder: Path) -> Result:
+        algorithm = support.algorithm(**ARMS[name])
+        made = support.learners(folder, **LR)
+        if algorithm.critic is None:
+            made = support.without_critic(folder, LR["policy_optimizer"])
+        reports = []
+        for i in range(2):
+            cut = [name == "all_masked" or int(t.episode_id[-1]) == 1 for t in support.grouped(i)]
+            ended = ["max_turns" if c else "finished" for c in cut]
+            batch = [
+                t.judged(t.reward or 0.0, t.turn_rewards, termination=e) for t, e in zip(support.grouped(i), ended, strict=True)
+            ]
+            reports.append(support.step(made, batch, algorithm, micro_batch_tokens=40))
+        return {"reports": reports, "gradients": support.gradients(made), "state": support.state(made)}
+
+    case.__name__ = name
+    return case
+
+
+CASES: list[Callable[[Path], Result]] = [
+    *(even, uneven, single, rejected, pretrained, imitated, taught, exported),
+    *map(_arm, ARMS),
+]
 
 
 def resumed(folder: Path, at: Path) -> Result:
@@ -120,6 +163,24 @@ def continued(made: Any) -> Result:
     return {"reports": [report], "state": support.state(made)}
 
 
+SPO = {"loss": {"id": "ppo_clip"}, "advantage": {"id": "spo"}}
+
+
+def remembered(folder: Path, at: Path) -> Result:
+    """A checkpoint of an arm without critic that has seen each prompt before; then one more step."""
+    made = support.without_critic(folder, LR["policy_optimizer"])
+    for i in range(2):
+        support.step(made, support.grouped(i), support.algorithm(**SPO))
+    checkpoint.save(made, at)
+    return {"memory": asdict(made.memory)} | seen_again(made)
+
+
+def seen_again(made: Any) -> Result:
+    """The step after that checkpoint."""
+    report = support.step(made, support.grouped(2), support.algorithm(**SPO))
+    return {"reports": [report], "state": support.state(made), "memory_after": asdict(made.memory)}
+
+
 def main() -> None:
     """All cases under torchrun."""
     model, folder = Path(sys.argv[1]), Path(sys.argv[2])
@@ -129,6 +190,7 @@ def main() -> None:
     again = support.learners(model, seed=5, **LR)
     checkpoint.load(again, folder / "checkpoint")
     results["again"] = continued(again)
+    results["remembered"] = remembered(model, folder / "remembered")
     results["idle_s"] = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     torch.save(results, folder / f"results-{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from environments.toy_repair import tokenizer
 from harness.config import AlgorithmConfig, OptimizerConfig
 from harness.trajectory import Trajectory, TrajectoryBuilder
-from trainer import parallel
+from trainer import objective, parallel
 from trainer.freeze import freeze
 from trainer.model import Critic, Policy, build_critic, build_policy, random_policy
+from trainer.objective import Objective
 from trainer.optimizer import Optimizer
-from trainer.step import Learners, train_step
+from trainer.step import Learners, StepOptions, train_step
 from trainer.weights import export, write_file
 
 VOCAB = 64
@@ -104,6 +107,24 @@ def batch(seed: int, n: int = 6) -> list[Trajectory]:
     return made
 
 
+def grouped(seed: int, sizes: Sequence[int] = (3, 3, 2)) -> list[Trajectory]:
+    """Several episodes of each of a few tasks, the same tasks for every seed; rewards in [0, 1], not all equal in a group.
+
+    Two episodes have a second segment with the same verdict, one a turn reward.
+    """
+    rng = random.Random(f"grouped-{seed}")
+    made = []
+    for task, size in enumerate(sizes):
+        for i in range(size):
+            reward = (i + seed) % 3 * 0.25 + 0.25 * (task == 1)
+            one = trajectory(rng, f"g{seed}-{task}-{i}", prompt=rng.randint(1, 6), turns=rng.randint(2, 4), task=f"task-{task}")
+            made.append(one.judged(reward, {0: 0.25} if (task, i) == (0, 1) else None))
+            if i == 0 and task < 2:
+                fork = trajectory(rng, one.episode_id, turns=rng.randint(1, 3), task=one.task_id)
+                made.append(replace(fork, reward=reward, segment=1))
+    return made
+
+
 def on_policy(made: Policy, trajectories: list[Trajectory], noise: float, seed: int = 0) -> list[Trajectory]:
     """The same tokens with rollout log-probs near the policy's own, so that DIS keeps most of them (noise in nats)."""
     rng = np.random.default_rng(seed)
@@ -131,9 +152,30 @@ def on_policy(made: Policy, trajectories: list[Trajectory], noise: float, seed: 
     return out
 
 
-def algorithm(**changes: Any) -> dict[str, Any]:
-    """The fields of `AlgorithmConfig`, with a band wide enough for random log-probs unless said otherwise."""
-    return AlgorithmConfig(**({"eps_low": 1.0, "eps_high": 50.0} | changes)).model_dump()
+CRITIC = {"lam": 1.0, "value_clip": None, "advantage_values": "post"}
+
+
+def arm(
+    loss: dict[str, Any] | None = None, advantage: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, dict[str, Any]]:
+    """The tables of one arm; DIS has a band wide enough for random log-probs unless said otherwise.
+
+    `changes` are fields of `AlgorithmConfig`, of the critic (`lam_value` is its `lam`), and DIS's bounds.
+    """
+    band = {key: changes.pop(key) for key in ("eps_low", "eps_high") if key in changes}
+    critic = {key: changes.pop(key) for key in ("value_clip", "advantage_values") if key in changes}
+    if "lam_value" in changes:
+        critic["lam"] = changes.pop("lam_value")
+    return {
+        "loss": loss or {"id": "dis", "eps_low": 1.0, "eps_high": 50.0} | band,
+        "advantage": advantage or {"id": "skip_observation"},
+        "settings": AlgorithmConfig(**({"loss_norm": "token_global"} | changes)).model_dump() | CRITIC | critic,
+    }
+
+
+def algorithm(**changes: Any) -> Objective:
+    """The objective of an `arm`."""
+    return objective.build(**arm(**changes))
 
 
 def optimizer(**changes: Any) -> dict[str, Any]:
@@ -176,17 +218,25 @@ def learners(
     )
 
 
-def step(made: Learners, trajectories: list[Trajectory], **changes: Any) -> dict[str, Any]:
+def without_critic(folder: Path, policy_optimizer: dict[str, Any] | None = None) -> Learners:
+    """As for the arms that read no values."""
+    actor = build_policy(folder)
+    parallel.shard(actor, torch.float32)
+    return Learners(actor, Recorded(actor, policy_optimizer or optimizer()))
+
+
+def step(made: Learners, trajectories: list[Trajectory], algorithm: Objective | None = None, **changes: Any) -> dict[str, Any]:
     """`train_step` with defaults."""
     options: dict[str, Any] = {
+        "number": 1,
         "version": 6,
-        "algorithm": algorithm(),
         "critic_updates": 2,
         "update_policy": True,
         "micro_batch_tokens": 64,
+        "max_length": 100,
         "seed": 0,
     }
-    return train_step(made, trajectories, **(options | changes))
+    return train_step(made, trajectories, algorithm or objective.build(**arm()), StepOptions(**(options | changes)))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -201,13 +251,16 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def state(made: Learners) -> dict[str, Tensor]:
     """Plain copies of both models' parameters."""
-    return {f"{who}.{n}": p for who in ("policy", "critic") for n, p in parameters(getattr(made, who)).items()}
+    models = {who: getattr(made, who) for who in ("policy", "critic") if getattr(made, who) is not None}
+    return {f"{who}.{n}": p for who, model in models.items() for n, p in parameters(model).items()}
 
 
 def gradients(made: Learners) -> dict[str, Tensor]:
     """Every gradient that either optimizer was given, in order."""
     out = {}
     for who, optimizer in (("policy", made.policy_optimizer), ("critic", made.critic_optimizer)):
+        if optimizer is None:
+            continue
         assert isinstance(optimizer, Recorded)
         out |= {f"{who}.{i}.{n}": g for i, seen in enumerate(optimizer.seen) for n, g in seen.items()}
     return out

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.trainer import support
 from trainer import checkpoint
+from trainer.estimate import Memory
 from trainer.step import Learners
 
 pytestmark = pytest.mark.usefixtures("rank")
@@ -91,3 +93,47 @@ def test_frozen_parameters_survive(moe: Path, tmp_path: Path) -> None:
     checkpoint.load(learners(moe, seed=1), tmp_path / "c")
     with pytest.raises(CheckpointException, match="Missing key"):
         checkpoint.load(other, tmp_path / "c")
+
+
+# --- arms that remember, without a critic ----------------------------------------------------------------------------
+
+
+def remember(made: Learners, numbers: range, name: str) -> list[dict[str, Any]]:
+    """Steps on the same few prompts."""
+    algorithm = support.algorithm(advantage={"id": name})
+    return [support.step(made, support.grouped(i), algorithm, number=i + 1) for i in numbers]
+
+
+@pytest.mark.parametrize("name", ["running_mean_prompt", "running_mean_global", "spo"])
+def test_memory_survives_exactly(moe: Path, tmp_path: Path, name: str) -> None:
+    straight, first = (support.without_critic(moe, OPTIMIZERS["policy_optimizer"]) for _ in range(2))
+    expected = remember(straight, range(6), name)
+    assert remember(first, range(3), name) == expected[:3]
+    checkpoint.save(first, tmp_path / "c")
+    second = support.without_critic(moe, OPTIMIZERS["policy_optimizer"])
+    remember(second, range(7, 8), name)  # what it remembers of another life
+    checkpoint.load(second, tmp_path / "c")
+    assert second.memory == first.memory
+    assert second.memory.state and second.memory.drift > 0.0
+    assert remember(second, range(3, 6), name) == expected[3:]
+    assert second.memory == straight.memory
+    assert support.equal(support.state(second), support.state(straight))
+
+    forgetful = support.without_critic(moe, OPTIMIZERS["policy_optimizer"])
+    checkpoint.load(forgetful, tmp_path / "c")
+    forgetful.memory = Memory()
+    assert remember(forgetful, range(3, 6), name) != expected[3:], "the memory matters"
+
+
+def test_a_checkpoint_without_a_critic_holds_none(moe: Path, tmp_path: Path) -> None:
+    made = support.without_critic(moe)
+    remember(made, range(2), "batch_norm")
+    checkpoint.save(made, tmp_path / "c")
+    names = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
+    assert names and all(name.startswith("policy.") for name in names)
+    other = support.without_critic(moe)
+    checkpoint.load(other, tmp_path / "c")
+    assert support.equal(support.state(other), support.state(made))
+    assert other.memory == made.memory and other.policy_optimizer.steps == 2
+    with pytest.raises(CheckpointException, match="Missing key"):
+        checkpoint.load(learners(moe), tmp_path / "c")

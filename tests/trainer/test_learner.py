@@ -104,10 +104,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 STEP = {
     "sampling": "s",
+    "number": 1,
     "version": 5,
-    "algorithm": support.algorithm(),
     "critic_updates": 2,
     "update_policy": True,
+    "max_length": 100,
     "seed": 0,
 }
 
@@ -128,19 +129,19 @@ def test_a_run_of_commands(two: World, moe: Path) -> None:
         "pretrain_value",
         model=str(folder / "model"),
         paths=two.save(2, 12),
-        mean_reward=0.5,
         settings=ValueConfig(heldout=0.3, batch=4).model_dump(),
         out=str(folder / "critic"),
         seed=3,
     )
     marker = support.read_json(folder / "critic" / "critic.json")
-    assert marker["report"] == report
+    assert marker == report
+    assert marker["policy_sha256"] == sha256(folder / "model" / "model.safetensors")
     facts = two.call(
         "init",
         model=str(folder / "model"),
+        arm=support.arm(),
         critic=str(folder / "critic"),
         critic_settings=CriticConfig().model_dump(),
-        bias=0.5,
     )
     assert facts["policy_parameters"] == sum(p.numel() for p in build_policy(folder / "model").parameters())
     critic = build_critic(folder / "critic")
@@ -179,14 +180,14 @@ def test_a_run_of_commands(two: World, moe: Path) -> None:
 
 def test_the_users_errors_come_back_with_their_next_step(two: World, moe: Path) -> None:
     settings = CriticConfig().model_dump()
-    two.call("init", model=str(moe), critic=str(moe), critic_settings=settings, bias=0.0)
+    two.call("init", model=str(moe), arm=support.arm(), critic=str(moe), critic_settings=settings)
     paths = two.save(6, 3)
     with pytest.raises(ConfigError, match="another contract") as caught:
         two.call("step", paths=paths, **(STEP | {"sampling": "other"}))
     assert caught.value.hint
     value = ValueConfig(heldout=1e-9).model_dump()
     with pytest.raises(ConfigError, match="held-out"):
-        two.call("pretrain_value", model=str(moe), paths=paths, mean_reward=0.5, settings=value, out="x", seed=0)
+        two.call("pretrain_value", model=str(moe), paths=paths, settings=value, out="x", seed=0)
     assert two.learner.idle
     assert two.call("step", paths=paths, **STEP)["stepped"], "the ranks are still together"
 

@@ -15,8 +15,8 @@ from harness.errors import ConfigError, InvariantError
 from harness.trajectory import TrajectoryBuilder
 from tests.trainer import support
 from trainer.batch import EMPTY, pack, plan
+from trainer.critic_step import state_values
 from trainer.model import build_critic, build_policy, is_critic
-from trainer.step import state_values
 from trainer.weights import export, load_folder, load_tensors, read_file, sha256, write_file
 
 MODELS = [

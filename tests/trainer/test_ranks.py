@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def two(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.trainer.cases"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(moe), str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        [*command, str(moe), str(folder)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -54,8 +55,9 @@ def same(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.__name__)
 def test_two_ranks_are_one(moe: Path, two: Path, case: Any) -> None:
     one, both = case(moe), results(two)[case.__name__]
-    assert support.spread(both["state"], one["state"]) < 2e-5
-    if "gradients" in one:
+    # AdamW divides each gradient by its own size, so that rounding shows in the smallest; a wrong one moves by lr = 1e-3.
+    assert support.spread(both["state"], one["state"]) < 2e-4
+    if one.get("gradients"):
         assert support.apart(both["gradients"], one["gradients"]) < 2e-5
     same(both.get("reports"), one.get("reports"))
 
@@ -94,6 +96,30 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(moe: Path, two: Path) -> None:
     one = cases.continued(made)
     assert support.spread(one["state"], results(two)["resumed"]["state"]) < 1e-6
     same(one["reports"], results(two)["resumed"]["reports"])
+
+
+def test_the_arms_do_what_they_are_here_for(two: Path) -> None:
+    """Not that both rank counts skip the same step."""
+    found = {name: results(two)[name]["reports"][-1] for name in cases.ARMS}
+    rejected = {name: report["metrics"]["dis/mask_frac"] for name, report in found.items()}
+    assert [name for name, report in found.items() if not report["stepped"]] == ["all_masked"]
+    assert 0.1 < rejected["token_kept"] < 0.9 and 0.1 < rejected["gspo"] < 0.9
+    assert found["mask"]["metrics"]["batch/action_tokens"] < found["seq_mean"]["metrics"]["batch/action_tokens"]
+    assert not results(two)["all_masked"]["gradients"]
+    clipped, free = (results(two)[name]["reports"][-1]["metrics"]["value/mse_1"] for name in ("value_clip", "global_std_only"))
+    assert clipped != pytest.approx(free, rel=1e-3)
+
+
+def test_memory_moves_from_two_ranks_to_one(moe: Path, two: Path) -> None:
+    made = support.without_critic(moe, cases.LR["policy_optimizer"])
+    checkpoint.load(made, two / "remembered")
+    expected = results(two)["remembered"]
+    assert asdict(made.memory) == expected["memory"]
+    one = cases.seen_again(made)
+    assert support.spread(one["state"], expected["state"]) < 2e-5
+    same(one["reports"], expected["reports"])
+    same(one["memory_after"], expected["memory_after"])
+    assert results(two, 1)["remembered"]["memory_after"] == expected["memory_after"]
 
 
 def test_ranks_may_wait_longer_than_any_batch(two: Path) -> None:

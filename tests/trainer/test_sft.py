@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from harness.chat import Chat
 from harness.config import SftConfig
+from harness.conversations import conversations
 from harness.errors import ConfigError
 from harness.trajectory import Trajectory
 from tests.trainer import support
@@ -79,6 +82,26 @@ def test_the_loss_by_hand(moe: Path, weight: float) -> None:
         ours, loss = gradient(moe, trajectories, weight, budget)
         assert loss == pytest.approx(total.item() / count, rel=1e-5)
         assert support.apart(ours, theirs) < 2e-5
+
+
+def test_given_conversations_train(words: Path, tmp_path: Path) -> None:
+    """From a file to a policy that says what the assistant said, and does not learn what the user said."""
+    chats = [[f"say {a}", b] for a, b in zip("abcd", ("edited", "done", "finish", "no"), strict=True)]
+    rows = [[{"role": "user", "content": ask}, {"role": "assistant", "content": answer}] for ask, answer in chats]
+    file = tmp_path / "c.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    chat = Chat(words, ["<|im_end|>"])
+    given = [Trajectory.load(path) for path in conversations(file, chat, tmp_path)]
+    made = policy(words)
+    fitted = settings(optimizer=support.optimizer(lr=1e-2, weight_decay=0.0), epochs=40)
+    report = sft.train(made, given, fitted, words, budget=64, seed=0)
+    assert report["demonstrations"] == 4 and report["steps"] == 40
+    for t in given:
+        where = torch.arange(1, len(t))
+        with torch.no_grad():
+            logp, _ = made(torch.from_numpy(t.tokens), torch.arange(len(t)), [0, len(t)], where)
+        acted = torch.from_numpy(t.loss_mask[1:])
+        assert logp[acted].min() > -0.2 and logp[~acted].mean() < -2.0
 
 
 def test_observations_teach_nothing_at_weight_zero(moe: Path) -> None:

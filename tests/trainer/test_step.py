@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from harness.trajectory import Trajectory
 from tests.trainer import support
-from trainer import metrics
-from trainer.batch import pack
+from trainer import critic_step, policy_step
+from trainer.batch import MicroBatch, pack
 from trainer.model import Critic, build_policy
-from trainer.step import MicroBatch, critic_update, policy_update, shuffled_rewards
+from trainer.report import Report
+from trainer.step import shuffled_rewards
 from trainer.weights import export
 
 pytestmark = pytest.mark.usefixtures("rank")
@@ -208,13 +209,26 @@ def test_poison_on_observations_is_never_read(moe: Path, near: list[Trajectory])
             packed.versions[~mask] = 10**6
             packed.turn_ids[~mask] = 77
             values[~mask], targets[~mask], advantages[~mask] = 9.9e9, float("nan"), float("inf")
-        b = MicroBatch(packed, torch.zeros(len(near)), values, targets, advantages)
-        sums = metrics.Sums()
-        actions = float(mask.sum())
-        loss, _ = critic_update(made, [b], actions)
-        policy_update(made, [b], actions, 6, support.algorithm(**BAND), sums, True)
-        metrics.add_value(sums, values, targets, mask, packed.boundaries)
-        seen.append((support.gradients(made), loss, metrics.report(metrics.reduce(sums))))
+        b = MicroBatch(
+            packed,
+            episodes=torch.arange(len(near)),
+            truncated=torch.zeros(len(near)),
+            success=torch.tensor([t.reward == 1.0 for t in near]),
+            length_deciles=[0] * len(near),
+            weights=torch.full((len(near),), 1.0 / float(mask.sum())),
+            values=values,
+            targets=targets,
+            advantages=advantages,
+        )
+        objective = support.algorithm(value_clip=0.2, **BAND)
+        report = Report(near, [b], objective, version=6, update_ratio=True)
+        report.values([b], after=False)
+        report.advantages([b])
+        loss = critic_step.backward(made.critic, [b], objective)
+        report.move("critic_0", made.critic, made.critic_optimizer)
+        kept = policy_step.backward(made.policy, [b], objective, update=True, observe=report.policy)
+        report.move("policy", made.policy, made.policy_optimizer)
+        seen.append((support.gradients(made), loss, report.finish(kept)))
     assert support.equal(seen[0][0], seen[1][0])
     assert seen[0][1:] == seen[1][1:]
 
@@ -250,7 +264,7 @@ def test_a_trailing_observation_gets_no_gradient(moe: Path) -> None:
         rollout_logprobs=np.concatenate([base.rollout_logprobs, [np.nan] * 2]).astype(np.float32),
         policy_versions=np.concatenate([base.policy_versions, [-1, -1]]).astype(np.int32),
     )
-    made = support.learners(moe, trainable="none")
+    made = support.learners(moe, trainable="all")
     support.step(made, [t.judged(1.0)])
     for who, prefix in ((made.policy_optimizer, "model.model."), (made.critic_optimizer, "model.")):
         rows = who.seen[0][f"{prefix}embed_tokens.weight"]  # type: ignore[attr-defined]
@@ -384,7 +398,7 @@ def test_shuffled_rewards_are_a_deterministic_deal(moe: Path, near: list[Traject
     distinct = [t.judged(float(i)) for i, t in enumerate(near)]
 
     def deal(seed: int) -> list[float]:
-        rewards = shuffled_rewards(distinct, seed)
+        rewards = [t.token_rewards() for t in shuffled_rewards(distinct, seed)]
         for t, r in zip(distinct, rewards, strict=True):
             assert np.flatnonzero(r).tolist() in ([], [int(np.flatnonzero(t.loss_mask)[-1])])
         return [float(r.sum()) for r in rewards]

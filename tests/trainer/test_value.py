@@ -1,8 +1,10 @@
-"""Value pre-training: the split by prompt, a signal that can be learnt, the stop."""
+"""Value pre-training: the split by prompt, a signal that can be learnt, the stop, the gate."""
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.trainer import support
 from trainer import parallel
 from trainer.freeze import freeze
 from trainer.model import Critic, build_critic
-from trainer.value import evaluate, held_out, pretrain
+from trainer.value import data_hash, evaluate, gate, held_out, mean_reward, pretrain, settled
 
 pytestmark = pytest.mark.usefixtures("rank")
 
@@ -42,7 +44,7 @@ def lucky(n: int, seed: int = 0) -> list[Trajectory]:
 
 def critic(folder: Path, bias: float = 0.5) -> Critic:
     made = build_critic(folder, bias)
-    freeze(made, "none")
+    freeze(made, "all")
     parallel.shard(made, torch.float32)
     return made
 
@@ -61,17 +63,70 @@ def test_explained_variance_rises_on_prompts_never_seen(dense: Path) -> None:
     assert curve[0] == pytest.approx(0.0, abs=1e-6), "a zero head explains nothing"
     assert curve[-1] > 0.8 and report["value/ev"] == curve[-1]
     assert abs(report["value/bias"]) < 0.1
-    epochs = len(curve) - 1
-    assert epochs < 10 or curve[-1] - curve[-2] >= 0.01, "it stops when an epoch gains less than 0.01"
     assert report["train"] + report["heldout"] == 240
-    assert report["steps"] == epochs * -(-report["train"] // 16)
+    assert report["steps"] == len(curve) - 1 < 10 * -(-report["train"] // 16), "it stops when it has settled"
+    assert settled(curve) and not settled(curve[:-1])
 
 
-def test_what_cannot_be_learnt_stops_after_two_epochs(dense: Path) -> None:
+@pytest.mark.parametrize(
+    ("curve", "stops"),
+    [
+        ([0.0] * 10, False),
+        ([0.0] * 11, True),
+        ([0.0] * 10 + [0.0099], True),
+        ([0.0] * 10 + [0.0101], False),
+        ([0.5] + [0.1] * 9 + [0.505], True),
+        ([-math.inf] * 11, True),
+        ([-math.inf] * 10 + [-3.0], False),
+    ],
+)
+def test_it_settles_when_ten_evaluations_gain_nothing(curve: list[float], stops: bool) -> None:
+    assert settled(curve) == stops
+
+
+def test_what_cannot_be_learnt_stops_early(dense: Path) -> None:
     trajectories = [t.judged(1.0) for t in lucky(60)]
     report = pretrain(critic(dense, 1.0), trajectories, settings(epochs=9), budget=400, seed=0)
     assert report["value/ev"] is None, "the targets do not vary"
-    assert len(report["curve"]) == 3
+    assert len(report["curve"]) == 11
+    assert not gate(report, GATE)["passed"] and "undefined" in gate(report, GATE)["reason"]
+
+
+GATE = {"min_ev": 0.1, "max_bias": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("ev", "bias", "why"),
+    [
+        (0.11, 0.05, ""),
+        (0.11, -0.05, ""),
+        (0.1, 0.0, "value.min_ev"),
+        (-0.2, 0.0, "value.min_ev"),
+        (0.5, 0.051, "value.max_bias"),
+        (0.5, -0.051, "value.max_bias"),
+        (None, 0.0, "undefined"),
+        (0.5, None, "undefined"),
+    ],
+)
+def test_the_gate_says_why(ev: float | None, bias: float | None, why: str) -> None:
+    verdict = gate({"value/ev": ev, "value/bias": bias}, GATE)
+    assert verdict["passed"] == (not why)
+    assert why in verdict["reason"]
+
+
+def test_the_data_hash_is_of_the_data() -> None:
+    some = lucky(6)
+    assert data_hash(some) == data_hash(some[::-1]) == data_hash([t.judged(t.reward or 0.0, wall_s=3) for t in some])
+    for other in (some[:-1], [*some[:-1], some[-1].judged(0.25)], [*some[:-1], replace(some[-1], tokens=some[-1].tokens + 1)]):
+        assert data_hash(other) != data_hash(some)
+
+
+def test_unjudged_trajectories_are_a_config_error() -> None:
+    assert mean_reward([t.judged(0.25) for t in lucky(4)]) == 0.25
+    for bad in ([], [*lucky(3), replace(lucky(1)[0], reward=None)]):
+        with pytest.raises(ConfigError, match="have no reward") as caught:
+            mean_reward(bad)
+        assert caught.value.hint
 
 
 def test_the_held_out_side_is_not_trained_on(dense: Path) -> None:

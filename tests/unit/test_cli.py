@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from environments.toy_repair import tokenizer
-from harness.config import load_config
-from harness.ledger import Ledger
+from harness.configfile import load_config
+from harness.ledger import Ledger, Slot
 from harness.rundir import RunDir
 from tests.support import episode
 
@@ -47,7 +47,7 @@ def write_config(folder: Path) -> Path:
     """A valid file beside a model folder whose weights are empty: good enough until an engine starts."""
     tokenizer.write(folder / "model")
     for name in ("config.json", "model.safetensors"):
-        (folder / "model" / name).touch()
+        (folder / "model" / name).write_text("{}")
     plugins = {"environment": "toy_repair", "sandbox": "memory", "agent": "tool_loop"}
     tables = "".join(f'[{kind}]\nid = "{name}"\n' for kind, name in plugins.items())
     path = folder / "c.toml"
@@ -65,8 +65,8 @@ def run(config: Path) -> Path:
     """A stopped run's folder."""
     made = RunDir.create(load_config(config, [f"run_dir='{config.parent / 'runs'}'"]), "train")
     ledger = Ledger(made.path)
-    for name in ("a", "b"):
-        ledger.dispatch(name, "train", "t", 0, 1, 0)
+    for draw, name in enumerate("ab", 1):
+        ledger.dispatch(name, "train", "t", Slot(draw, 0), 0)
     ledger.complete(episode("a"), 0, "pending")
     ledger.drop("b", None, "too stale")
     ledger.close()
@@ -76,13 +76,16 @@ def run(config: Path) -> Path:
 
 BAD_INPUT = [
     (["train"], ["no configuration"]),
-    (["train", "none.toml"], ["none.toml", "No such file"]),
+    (["train", "none.toml"], ["none.toml", "neither a file nor a preset"]),
     (["train", "."], ["directory"]),
     (["train", "c.toml", "step=3"], ["`step`", "`steps`"]),
     (["train", "c.toml", "rollout.concurency=3"], ["`rollout.concurency`", "`concurrency`"]),
     (["train", "c.toml", "environment.sed=3"], ["`environment.sed`", "`seed`"]),
     (["train", "c.toml", "steps=many"], ["`steps`", "'many'"]),
-    (["train", "c.toml", "steps"], ["key=value"]),
+    (["train", "c.toml", "steps"], ["'steps'", "neither a file nor a preset"]),
+    (["train", "c.toml", "=3"], ["key=value"]),
+    (["train", "c.toml", "sao_resoning"], ["`sao_reasoning`"]),
+    (["train", "c.toml", "grpo", "algorithm.group=1"], ["`algorithm.group` is 1", "algorithm.group=8"]),
     (["train", "c.toml", "model.path=gone"], ["`model.path`", "config.json"]),
     (["train", "c.toml", "environment.id=toy_repare"], ["toy_repare", "toy_repair"]),
     (["train", "c.toml", "environment.id=no.such:Env"], ["no.such"]),
@@ -95,6 +98,14 @@ BAD_INPUT = [
     (["sft", "c.toml"], ["[sft]"]),
     (["pretrain-value", "c.toml"], ["[value]"]),
     (["status", "gone"], ["is not a run folder"]),
+    (["engine"], ["no configuration"]),
+    (["engine", "c.toml"], ["`engine.id` = 'torch'", "engine.id=vllm"]),
+    (["engine", "c.toml", "engine.id=vllm", "engine.url=http://127.0.0.1:9"], ["`engine.url`", "drop"]),
+    (["engine", "c.toml", "engine.id=vllm", "engine.vllm.server.python=gone"], ["interpreter gone", "make setup-vllm"]),
+    (["engine", "c.toml", "engine.id=vllm", "engine.vllm.server.host=0.0.0.0"], ["`engine.vllm.server.host`", "private"]),
+    (["engine", "c.toml", "engine.id=vllm", "engine.vllm.server.host=8.8.8.8"], ["`engine.vllm.server.host`", "private"]),
+    (["engine", "c.toml", "engine.id=vllm", "engine.vllm.server.host=node7"], ["`engine.vllm.server.host`"]),
+    (["doctor", "--engine", "none.toml"], ["none.toml", "neither a file nor a preset"]),
 ]
 BAD_USAGE = [
     [],
@@ -104,6 +115,8 @@ BAD_USAGE = [
     ["status"],
     ["train", "--resume"],
     ["status", "a", "b=c"],
+    ["doctor", "c.toml"],
+    ["doctor", "--engine"],
 ]
 
 EACH = """

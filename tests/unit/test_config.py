@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from harness.config import Config, Plugin, dump_config, load_config
+from harness.config import Config, Plugin
+from harness.configfile import dump_config, load_config
 from harness.errors import ConfigError
 from harness.registry import BUILTIN, find, load_object, plugin_config
 
@@ -23,7 +25,7 @@ MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_templ
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
     for name in MODEL_FILES:
-        (folder / name).touch()
+        (folder / name).write_text("{}")
     return folder
 
 
@@ -77,7 +79,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(base: Path, override
         ("rollout.eta=-1", "rollout.eta"),
         ("rollout.concurrency=0", "rollout.concurrency"),
         ("rollout.concurrency=[1]", "rollout.concurrency"),
-        ("algorithm.advantage_values=between", "algorithm.advantage_values"),
+        ("critic.advantage_values=between", "critic.advantage_values"),
         ("critic.optimizer.betas=[0.9]", "critic.optimizer.betas"),
         ("trainer.optimizer.lr=nan", "trainer.optimizer.lr"),
         ("trainer.optimizer.lr=inf", "trainer.optimizer.lr"),
@@ -102,7 +104,7 @@ def test_several_mistakes_are_counted(base: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("model.path=nowhere", "no config.json"),
+        ("model.path=nowhere", "no such folder"),
         ("model.scratch={}", "exactly one"),
         ("environment.id=toy_repare", "toy_repare"),
         ("agent.id=tool_lop", "tool_lop"),
@@ -137,7 +139,7 @@ def test_scratch_without_a_warm_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_a_model_folder_lacks_a_file(base: Path, tmp_path: Path, name: str) -> None:
     for other in set(MODEL_FILES) - {name}:
-        (tmp_path / other).touch()
+        (tmp_path / other).write_text("{}")
     assert f"there is no {name}" in refused(base, f"model.path='{tmp_path}'").message
 
 
@@ -157,7 +159,7 @@ def test_not_toml(tmp_path: Path, text: str) -> None:
 
 
 def test_not_a_file(tmp_path: Path) -> None:
-    assert "No such file" in refused(tmp_path / "none.toml").message
+    assert "neither a file nor a preset" in refused(tmp_path / "none.toml").message
     assert "directory" in refused(tmp_path).message
     (tmp_path / "latin.toml").write_bytes(b"x = '\xff'")
     assert "latin.toml" in refused(tmp_path / "latin.toml").message
@@ -245,6 +247,28 @@ def test_scratch_fields_survive(base: Path, tmp_path: Path) -> None:
         "hidden_size = 8\nrope = {theta = 1e2}\nlist = [1, 2]\n"
     )
     same(load_config(path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_position_embeddings": 1024}, 1024),
+        ({"max_position_embeddings": 1024, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 4096),
+        ({"max_position_embeddings": 1024, "rope_parameters": {"rope_theta": 1e6}}, 1024),
+        ({}, None),
+    ],
+)
+def test_an_episode_fits_the_positions_of_the_model(tmp_path: Path, fields: dict[str, Any], most: int | None) -> None:
+    for name in MODEL_FILES:
+        (tmp_path / name).write_text(json.dumps(fields) if name == "config.json" else "{}")
+    file = tmp_path / "run.toml"
+    file.write_text(f'[model]\npath = "{tmp_path}"\n[environment]\nid = "toy_repair"\n[sandbox]\nid = "memory"\n')
+    load_config(file, [f"limits.max_context={most or 10**9}"])
+    if most is not None:
+        error = refused(file, f"limits.max_context={most + 1}")
+        assert f"the model knows {most} positions" in error.message and str(most) in error.hint
+    (tmp_path / "config.json").write_text("[1]")
+    assert "config.json" in refused(file).message
 
 
 def distinct(model: type[BaseModel], seen: set[type[BaseModel]]) -> int:

@@ -12,7 +12,7 @@ from agents.tool_loop import ToolLoop, ToolLoopConfig
 from harness.chat import Chat
 from harness.episode import Episode, Stage, run_episode
 from harness.errors import ConfigError, EngineError, InvariantError, SandboxError
-from harness.protocols import ToolResult
+from harness.protocols import ExecResult, ToolResult
 from harness.task import Score, Task, Termination
 from tests.support import (
     USER,
@@ -129,6 +129,33 @@ def test_malformed_and_unknown_calls_are_turns_not_ends(chat: Chat) -> None:
     result = play(stage_of(chat, engine, agent=LOOP, environment=DONE))
     assert (result.termination, result.reward) == (Termination.FINISHED, 1.0)
     assert result.trajectories[0].n_turns == 5
+
+
+def test_a_command_that_takes_too_long_is_an_observation_not_an_end(chat: Chat) -> None:
+    """The policy started it, so it goes on with an error in its hands, and all it said is trained."""
+
+    class Slow(WatchedSandbox):
+        async def exec(self, command: str, *, timeout_s: float) -> ExecResult:
+            await asyncio.sleep(timeout_s)
+            return ExecResult("", -1, timed_out=True)
+
+    class Provider(WatchedSandboxes):
+        async def acquire(self, task: Task) -> WatchedSandbox:
+            self.made.append(Slow())
+            return self.made[-1]
+
+    async def agent(task: Any, live: Any, sandbox: Any, session: Any, limits: Any) -> Termination:
+        reply = await session.complete(list(task.messages))
+        result = await sandbox.exec(reply.content, timeout_s=30.0)
+        assert result.timed_out
+        await session.complete([*task.messages, reply.message(), {"role": "user", "content": "error: no answer in 30 s"}])
+        return Termination.FINISHED
+
+    engine = PlayedEngine(chat, ["sleep 99", "done"])
+    result = play(stage_of(chat, engine, agent=FnAgent(agent), sandboxes=Provider(), wall_s=60.0))
+    assert (result.termination, result.reward) == (Termination.FINISHED, 1.0)
+    assert result.trajectories[0].n_turns == 2
+    assert "error: no answer in 30 s" in chat.decode(engine.requests[1].token_ids)
 
 
 def test_judged_but_silent_is_not_trainable(chat: Chat) -> None:

@@ -113,6 +113,51 @@ def test_no_attn_freezes_exactly_the_attention(family: str) -> None:
     assert report.frozen
 
 
+def unfused() -> nn.Module:
+    """The names of an MoE as files and transformers 4 have them: three matrices for each expert."""
+
+    def linear() -> nn.Linear:
+        return nn.Linear(4, 4, bias=False)
+
+    def layer() -> nn.ModuleDict:
+        experts = [nn.ModuleDict({f"{name}_proj": linear() for name in ("gate", "up", "down")}) for _ in range(3)]
+        return nn.ModuleDict(
+            {
+                "self_attn": nn.ModuleDict({"q_proj": linear(), "o_proj": linear(), "q_norm": nn.RMSNorm(4)}),
+                "mlp": nn.ModuleDict({"gate": nn.Linear(4, 3, bias=False), "experts": nn.ModuleList(experts)}),
+                "post_attention_layernorm": nn.RMSNorm(4),
+            }
+        )
+
+    backbone = {"embed_tokens": nn.Embedding(8, 4), "layers": nn.ModuleList([layer(), layer()]), "norm": nn.RMSNorm(4)}
+    return nn.ModuleDict({"model": nn.ModuleDict(backbone), "v_head": nn.Linear(4, 1)})
+
+
+@pytest.mark.parametrize("scheme", ["mlp_only", "no_attn"])
+def test_experts_by_their_own_names(scheme: Any) -> None:
+    """20 steps with weight decay, a gradient for whatever would take one, an optimizer that is offered everything."""
+    torch.manual_seed(0)
+    model = unfused()
+    experts = {
+        f"model.layers.{i}.mlp.experts.{e}.{x}_proj.weight" for i in (0, 1) for e in range(3) for x in ("gate", "up", "down")
+    }
+    attention = {name for name, _ in model.named_parameters() if ".self_attn." in name}
+    report = freeze(model, scheme)
+    if scheme == "mlp_only":
+        assert set(report.trainable) == experts | {"v_head.weight", "v_head.bias"}
+        assert report.kinds()["model.layers.*.mlp.experts.*.up_proj.weight"] == 6
+    else:
+        assert set(report.frozen) == attention and len(attention) == 6
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    for _ in range(20):
+        torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == set(report.trainable) and len(optimizer.state) == len(moved)
+
+
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("scheme", ["mlp_only", "no_attn"])
 def test_frozen_parameters_are_bit_identical_after_20_steps(family: str, scheme: Any) -> None:
@@ -133,7 +178,7 @@ def test_frozen_parameters_are_bit_identical_after_20_steps(family: str, scheme:
 def test_freezing_is_undone_by_none() -> None:
     model = TinyCritic("llama")
     freeze(model, "mlp_only")
-    report = freeze(model, "none")
+    report = freeze(model, "all")
     assert report.frozen == []
     assert all(p.requires_grad for p in model.parameters())
 

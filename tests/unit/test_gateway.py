@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import pytest
@@ -13,34 +13,12 @@ import pytest
 from harness.chat import Chat
 from harness.errors import ConfigError, EngineError
 from harness.gateway import BODY_LIMIT, Endpoint, Gateway
+from harness.parsers import hermes
+from harness.protocols import SamplingContract
+from harness.session import TokenSession
+from harness.task import Limits, Termination
 from tests.support import USER, PlayedEngine, Raw, session_of, tool_call
-
-Body = Callable[[aiohttp.ClientSession, Gateway], Awaitable[None]]
-
-
-def serve(test: Body) -> None:
-    async def run() -> None:
-        gateway = Gateway()
-        await gateway.start()
-        try:
-            async with aiohttp.ClientSession() as client:
-                await test(client, gateway)
-        finally:
-            await gateway.close()
-
-    asyncio.run(run())
-
-
-async def post(
-    client: aiohttp.ClientSession, end: Endpoint, body: Any = None, *, key: str | None = None, **more: Any
-) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {end.secret if key is None else key}"}
-    if body is not None:
-        more["json"] = body
-    async with client.post(f"{end.url}/chat/completions", headers=headers, **more) as response:
-        if response.content_type == "application/json":
-            return response.status, await response.json()
-        return response.status, await response.text()
+from tests.unit.gateway_support import BODIES, connect, head, post, serve
 
 
 def test_a_good_call(chat: Chat) -> None:
@@ -52,7 +30,8 @@ def test_a_good_call(chat: Chat) -> None:
             assert status == 200
             assert (answer["object"], answer["model"]) == ("chat.completion", "m")
             (choice,) = answer["choices"]
-            assert choice == {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
+            message = {"role": "assistant", "content": "hello"}
+            assert choice == {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
             more = [USER, choice["message"], USER]
             status, answer = await post(client, end, {"messages": more})
             (choice,) = answer["choices"]
@@ -100,11 +79,9 @@ def test_keys_and_episodes(chat: Chat) -> None:
 def test_a_key_that_is_no_text(chat: Chat) -> None:
     async def test(client: aiohttp.ClientSession, gateway: Gateway) -> None:
         async with gateway.open(session_of(chat, PlayedEngine(chat, []))) as end:
-            host, port = end.url.split("/")[2].split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            path = "/" + end.url.split("/", 3)[3] + "/chat/completions"
-            writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n".encode())
-            writer.write(b"Authorization: Bearer \xff\xfe\r\nConnection: close\r\n\r\n{}")
+            reader, writer = await connect(end)
+            written = head(end, "Content-Length: 2", "Connection: close") + b"{}"
+            writer.write(written.replace(end.secret.encode(), b"\xff\xfe"))
             answer = await reader.read()
             writer.close()
             assert answer.split(b" ", 2)[1] in (b"400", b"401")
@@ -124,7 +101,9 @@ BAD: list[Any] = [
     {"messages": ["hi"]},
     {"messages": [{"content": "no role"}]},
     {"messages": [{"role": 5, "content": "x"}]},
-    {"messages": [USER], "stream": True},
+    {"messages": []},
+    {"messages": [USER], "stream": "yes"},
+    {"messages": [USER], "stream": True, "stream_options": 5},
     {"messages": [USER], "tools": 5},
     {"messages": [USER], "tools": "edit"},
     {"messages": [USER], "tools": ["edit"]},
@@ -182,16 +161,20 @@ def test_the_end_of_an_episode_and_a_lost_engine(chat: Chat) -> None:
         async with gateway.open(session) as end:
             status, answer = await post(client, end, {"messages": [USER]})
             assert (status, answer["error"]["message"]) == (503, "no replica")
+            assert isinstance(end.fault, EngineError)
             status, answer = await post(client, end, {"messages": [USER]})
             assert status == 200, "after the engine came back"
+            assert (end.calls, end.fault, end.ended.is_set()) == (1, None, False)
             more = [USER, answer["choices"][0]["message"], USER]
             for _ in range(2):
                 status, answer = await post(client, end, {"messages": more})
                 assert (status, answer["error"]["code"]) == (400, "episode_end")
+            assert end.ended.is_set()
+            assert end.termination is Termination.MAX_TOKENS_PER_TURN
             more = [*more, {"role": "assistant", "content": "?"}, USER]
             status, answer = await post(client, end, {"messages": more})
             assert (status, answer["error"]["code"]) == (400, "episode_end")
-            assert "max_turns" in answer["error"]["message"]
+            assert end.calls == 1
 
     serve(test)
     assert session.turns == 2
@@ -259,5 +242,96 @@ def test_it_listens_on_loopback_only(chat: Chat) -> None:
     async def test(client: aiohttp.ClientSession, gateway: Gateway) -> None:
         async with gateway.open(session_of(chat, PlayedEngine(chat, []))) as end:
             assert end.url.startswith("http://127.0.0.1:")
+            with pytest.raises(OSError):
+                await asyncio.open_connection("127.0.0.2", int(end.url.split("/")[2].split(":")[1]))
+
+    serve(test)
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_every_shape_over_http(chat: Chat, route: str) -> None:
+    """Whole and streamed: the second is a repeated request, so that both hold the one reply."""
+    session = session_of(chat, PlayedEngine(chat, ["hello"]))
+
+    async def test(client: aiohttp.ClientSession, gateway: Gateway) -> None:
+        async with gateway.open(session) as end:
+            assert end.anthropic_url + "/v1" == end.url
+            status, answer = await post(client, end, BODIES[route], route=route, key="", headers={"x-api-key": end.secret})
+            assert status == 200
+            assert "hello" in json.dumps(answer)
+            status, events = await post(client, end, {**BODIES[route], "stream": True}, route=route)
+            assert status == 200
+            assert '"hello"' in events
+            assert all(part.startswith(("data: ", "event: ")) for part in events.split("\n\n") if part)
+            assert end.calls == 2
+
+    serve(test)
+    assert session.turns == 1
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_errors_come_in_the_shape_of_the_client(chat: Chat, route: str) -> None:
+    engine = PlayedEngine(chat, [EngineError("no replica"), Raw([5], "length")])
+
+    async def test(client: aiohttp.ClientSession, gateway: Gateway) -> None:
+        async with gateway.open(session_of(chat, engine)) as end:
+            found = {}
+            for status, body, key in (
+                (401, BODIES[route], "wrong"),
+                (400, {"model": "m"}, None),
+                (503, BODIES[route], None),
+                (400, {**BODIES[route], "stream": True}, None),
+            ):
+                got, answer = await post(client, end, body, key=key, route=route)
+                assert got == status
+                assert answer["error"]["message"]
+                assert (answer.get("type") == "error") == (route == "messages")
+                found[answer["error"]["message"]] = answer["error"]
+            assert {error["type"] for error in found.values()} == {
+                "authentication_error",
+                "invalid_request_error",
+                "api_error" if route == "messages" else "server_error",
+            }
+            end_of_episode = found["the episode is over: max_tokens_per_turn"]
+            assert route == "messages" or end_of_episode["code"] == "episode_end"
+
+    serve(test)
+
+
+def test_sampling_is_the_session_s_and_counted(chat: Chat) -> None:
+    class Counting(TokenSession):
+        facts: ClassVar[list[str]] = []
+
+        def count(self, fact: str, n: int = 1) -> None:
+            self.facts += [fact] * n
+
+    engine = PlayedEngine(chat, ["x"] * 9)
+    session = Counting(chat, engine, hermes, Limits(), "e")
+    neutral = [{"temperature": 1, "top_p": 1.0, "seed": None, "presence_penalty": 0}, {"max_tokens": 5}, {"top_k": -1}]
+    other = [{"temperature": 0}, {"top_p": 0.9}, {"seed": 1}, {"top_k": 20}, {"logit_bias": {"5": 1}}, {"min_p": 0.1}]
+
+    async def test(client: aiohttp.ClientSession, gateway: Gateway) -> None:
+        async with gateway.open(session) as end:
+            for i, more in enumerate([*neutral, *other]):
+                body = {"messages": [{"role": "user", "content": f"{i}"}], **more}
+                assert (await post(client, end, body))[0] == 200
+                assert len(session.facts) == max(0, i + 1 - len(neutral)), more
+
+    serve(test)
+    assert set(session.facts) == {"ignored_sampling"}
+    assert {request.sampling for request in engine.requests} == {SamplingContract()}
+
+
+def test_models_and_routes_that_are_not_there(chat: Chat) -> None:
+    async def test(client: aiohttp.ClientSession, gateway: Gateway) -> None:
+        async with gateway.open(session_of(chat, PlayedEngine(chat, []))) as end:
+            async with client.get(f"{end.url}/models", headers={"x-api-key": end.secret}) as response:
+                assert [model["id"] for model in (await response.json())["data"]] == ["policy"]
+            async with client.get(f"{end.url}/models") as response:
+                assert response.status == 401
+            for method, route in (("GET", "chat/completions"), ("POST", "embeddings"), ("POST", "messages/count_tokens")):
+                async with client.request(method, f"{end.url}/{route}") as response:
+                    assert response.status == 404
+                    assert "/v1/chat/completions" in (await response.json())["error"]["message"]
 
     serve(test)

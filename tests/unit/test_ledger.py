@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ConfigError, InvariantError
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.task import Termination
 from tests.support import episode
 
@@ -20,9 +20,10 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     book.close()
 
 
-def start(ledger: Ledger, *names: str, purpose: str = "train", version: int = 0, attempt: int = 1) -> None:
+def start(ledger: Ledger, *names: str, purpose: str = "train", version: int = 0) -> None:
+    """Each name a draw and a task of its own."""
     for name in names:
-        ledger.dispatch(name, purpose, f"task/{name}", sum(map(ord, name)), attempt, version)
+        ledger.dispatch(name, purpose, f"task/{name}", Slot(sum(map(ord, name)), sum(map(ord, name))), version)
 
 
 def finish(ledger: Ledger, *names: str, version: int = 0, reward: float = 1.0) -> None:
@@ -132,7 +133,7 @@ def test_crash_while_running(tmp_path: Path) -> None:
     assert closed == {"aborted": 1, "given_back": 0, "lost_weights": 0}
     assert book.counts() == {"dropped": 1}
     assert book.reasons() == [("aborted", "the harness stopped", 1)]
-    assert book.redo("train") == [(ord("a"), 1)]
+    assert book.redo(1) == [Slot(ord("a"), ord("a"))]
 
 
 def test_crash_while_waiting(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_episodes_of_lost_weights_are_dropped_and_their_tasks_done_again(tmp_pat
     book, closed = crash(tmp_path, 1, 1)
     assert closed == {"aborted": 0, "given_back": 1, "lost_weights": 2}
     assert waiting(book) == ["old"]
-    assert len(book.redo("train")) == 2
+    assert [slot.failures for slot in book.redo(1)] == [0, 0]
     assert sum(book.counts().values()) == 3
 
 
@@ -231,19 +232,57 @@ def test_retire_takes_the_waiting_ones_of_one_purpose(ledger: Ledger) -> None:
     assert ledger.accepted() == 1, "value episodes are not in the trainer's queue"
 
 
-def test_redo_names_tasks_without_any_result(ledger: Ledger) -> None:
-    for attempt in (1, 2):
-        ledger.dispatch(f"x{attempt}", "train", "task/x", 7, attempt, 0)
-        ledger.drop(f"x{attempt}", Termination.SANDBOX_LOST, "gone")
-    ledger.dispatch("y1", "train", "task/y", 8, 1, 0)
+def test_redo_names_slots_without_any_result(ledger: Ledger) -> None:
+    for failures in (0, 1):
+        ledger.dispatch(f"x{failures}", "train", "task/x", Slot(1, 7, failures=failures), 0)
+        ledger.drop(f"x{failures}", Termination.SANDBOX_LOST, "gone")
+    ledger.dispatch("y1", "train", "task/y", Slot(2, 8), 0)
     ledger.drop("y1", Termination.SANDBOX_LOST, "gone")
-    ledger.dispatch("y2", "train", "task/y", 8, 2, 0)
+    ledger.dispatch("y2", "train", "task/y", Slot(2, 8, failures=1), 0)
     ledger.complete(episode("y2"), 0, "pending")
     start(ledger, "z")
     start(ledger, "v", purpose="value")
     ledger.drop("v", None, "x")
-    assert ledger.redo("train") == [(7, 2)]
-    assert ledger.task_index("x2") == (7, 2)
+    assert ledger.redo(1) == [Slot(1, 7, failures=2)]
+    assert ledger.slot("x1") == Slot(1, 7, failures=1)
+
+
+def test_a_result_in_another_epoch_does_not_stand_for_this_one(ledger: Ledger) -> None:
+    for draw, name in enumerate(("epoch1", "epoch2"), 1):
+        ledger.dispatch(name, "train", "t", Slot(draw, 7), 0)
+    finish(ledger, "epoch1")
+    ledger.consume(1, ["epoch1"], 0)
+    ledger.drop("epoch2", Termination.ABORTED, "stopped")
+    assert ledger.redo(1) == [Slot(2, 7)]
+
+
+def test_redo_names_the_members_that_are_missing(ledger: Ledger) -> None:
+    """Of a draw of four: one waits, one was lost, two were never dispatched."""
+    for member in (0, 1):
+        ledger.dispatch(f"m{member}", "train", "t", Slot(5, 3, member), 0)
+    finish(ledger, "m1")
+    ledger.drop("m0", Termination.ENGINE_ERROR, "gone")
+    assert ledger.redo(4) == [Slot(5, 3, 0, 1), Slot(5, 3, 2), Slot(5, 3, 3)]
+    assert ledger.redo(2) == [Slot(5, 3, 0, 1)]
+
+
+@pytest.mark.parametrize("termination", list(Termination))
+def test_failures_are_episodes_that_never_completed(ledger: Ledger, termination: Termination) -> None:
+    """An episode that grew too stale, or whose sibling was lost, is not a failed try of its slot; an abort neither."""
+    start(ledger, "lost", "stale")
+    finish(ledger, "stale")
+    ledger.drop("stale", None, "too stale")
+    ledger.drop("lost", termination, "x")
+    assert {slot.draw: slot.failures for slot in ledger.redo(1)} == {
+        sum(map(ord, "lost")): int(termination is not Termination.ABORTED),
+        sum(map(ord, "stale")): 0,
+    }
+
+
+def test_the_cursor_of_draws_never_goes_back(ledger: Ledger) -> None:
+    for name, purpose, draw in (("a", "train", 3), ("b", "train", 2), ("v", "value", 9)):
+        ledger.dispatch(name, purpose, "t", Slot(draw, 0), 0)
+    assert ledger.get("drawn") == 3
 
 
 def test_done_names_tasks_with_a_verdict(ledger: Ledger) -> None:
@@ -280,8 +319,6 @@ def test_means(ledger: Ledger) -> None:
     ledger.consume(1, ["a", "b"], 0)
     facts = ledger.batch_facts(1)
     assert (facts["reward"], facts["success"], facts["tokens"]) == (0.5, 0.5, 12)
-    assert ledger.mean_reward("train") == pytest.approx(1 / 3)
-    assert ledger.mean_reward("value") == 0.0
 
 
 def test_a_file_that_is_no_ledger_is_the_user_s_to_correct(tmp_path: Path) -> None:

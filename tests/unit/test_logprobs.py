@@ -50,6 +50,16 @@ def test_the_head_is_fp32_for_bf16_weights_even_under_autocast() -> None:
     assert g_hidden.dtype == g_head.dtype == torch.bfloat16
 
 
+def test_huge_logits_neither_overflow_nor_lose_the_label() -> None:
+    hidden, head, labels = inputs()
+    hidden = (hidden.detach() * 1e3).requires_grad_()
+    logprobs, entropy = token_logprobs(hidden, head, labels, 8)
+    expected, expected_entropy = naive(hidden.detach(), head.detach(), labels)
+    torch.testing.assert_close(logprobs, expected, atol=1e-2, rtol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-2, rtol=1e-3)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(logprobs.sum(), (hidden, head)))
+
+
 def test_only_wanted_gradients_are_computed() -> None:
     hidden, head, labels = inputs()
     (g,) = torch.autograd.grad(token_logprobs(hidden, head.detach(), labels)[0].sum(), hidden)

@@ -6,8 +6,7 @@ import asyncio
 import errno
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ import pytest
 
 from harness.chat import Chat
 from harness.episode import Stage
-from harness.errors import ConfigError, EngineError, InfrastructureError, InvariantError
+from harness.errors import ConfigError, InfrastructureError, InvariantError
 from harness.ledger import Ledger
 from harness.protocols import GenerateRequest, Generation
-from harness.rollout import Clock, Limits, Rollout, TaskOrder, capacity, collect
+from harness.rollout import Clock, TaskOrder, capacity, collect
 from harness.task import Task, Termination
 from harness.trajectory import Trajectory
-from tests.support import USER, FnAgent, FnEnvironment, PlayedEngine, WatchedSandboxes, run_virtual, stage_of
+from tests.support import FnAgent, FnEnvironment, PlayedEngine, WatchedSandboxes, run_virtual, stage_of
+from tests.unit.rollout_support import Job, TimedEngine, job
 
 
 @pytest.fixture
@@ -29,95 +29,6 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     book = Ledger(tmp_path)
     yield book
     book.close()
-
-
-@dataclass
-class TimedEngine:
-    """Takes a heavy-tailed time for each call, and stamps tokens with the version at their moment."""
-
-    clock: Clock
-    sigma: float = 1.5
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    fails: Callable[[GenerateRequest], bool] = lambda request: False
-    ends: list[str] = field(default_factory=list)
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        start = self.clock.version
-        await asyncio.sleep(self.rng.lognormvariate(0, self.sigma))
-        if self.fails(request):
-            raise EngineError("down")
-        self.ends.append(request.request_id.removesuffix("/0"))
-        return Generation([1, 257], [-0.5, -0.5], [start, self.clock.version], "stop")
-
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return []
-
-    async def update_weights(self, path: Path, version: int) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-@dataclass
-class Job:
-    """A scheduler with a fake trainer."""
-
-    ledger: Ledger
-    stage: Stage
-    limits: Limits
-    clock: Clock
-    size: int = 1000
-    step_s: float = 1.0
-    frozen: int = 0
-    batches: list[list[str]] = field(default_factory=list)
-    peak: int = 0
-
-    def __post_init__(self) -> None:
-        tasks = [Task(f"train/{i}", (USER,)) for i in range(self.size)]
-        self.rollout = Rollout(self.stage, tasks, self.ledger, self.clock, self.limits, seed=3)
-
-    def check(self) -> None:
-        """running + queued <= (eta + 1) * batch, and what is in the trainer's hands counts as queued."""
-        running = self.rollout.running
-        assert running == self.ledger.counts("train").get("running", 0)
-        outstanding = running + self.ledger.accepted() - self.clock.consumed * self.limits.batch
-        assert outstanding <= (self.limits.eta + 1) * self.limits.batch
-        assert running <= self.limits.concurrency
-        self.peak = max(self.peak, outstanding)
-
-    async def watch(self) -> None:
-        while True:
-            self.check()
-            await asyncio.sleep(0.05)
-
-    async def run(self, steps: int) -> None:
-        watcher = asyncio.create_task(self.watch())
-        self.rollout.start()
-        try:
-            for number in range(1, steps + 1):
-                await self.rollout.wait_pending(self.limits.batch, 1e6)
-                batch = self.ledger.pending()[: self.limits.batch]
-                self.ledger.consume(number, [p.id for p in batch], self.clock.version)
-                self.batches.append([p.id for p in batch])
-                if self.limits.eta == 0:
-                    assert self.rollout.running == 0, "synchronous: nothing runs while the trainer works"
-                    assert {p.submit_version for p in batch} == {self.clock.version}
-                self.check()
-                await asyncio.sleep(self.step_s)
-                self.clock.version += number > self.frozen
-                self.clock.consumed = number
-                await self.rollout.moved()
-        finally:
-            await self.rollout.stop()
-            assert not watcher.done() or watcher.exception() is None, watcher.exception()
-            watcher.cancel()
-
-
-def job(chat: Chat, ledger: Ledger, *, concurrency: int, eta: float, batch: int, attempts: int = 3, **more: Any) -> Job:
-    clock = Clock()
-    engine = more.pop("engine", None) or TimedEngine(clock)
-    engine.clock = clock
-    stage = more.pop("stage", None) or stage_of(chat, engine)
-    return Job(ledger, stage, Limits(concurrency, eta, batch, attempts), clock, **more)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +40,14 @@ def test_outstanding_work_is_bounded_at_all_times(chat: Chat, ledger: Ledger, co
     if concurrency >= (eta + 1) * batch:
         assert work.peak == int((eta + 1) * batch), "the budget is used, so that the bound was tested"
     assert [len(b) for b in work.batches] == [batch] * 12
+
+
+def test_synchronous_means_that_no_token_is_stale(chat: Chat, ledger: Ledger) -> None:
+    work = job(chat, ledger, concurrency=64, eta=0.0, batch=8)
+    run_virtual(work.run(6))
+    for version, batch in enumerate(work.batches):
+        made = [Trajectory.load(ledger.path(e)) for e in batch]
+        assert {v for t in made for v in t.policy_versions[t.loss_mask].tolist()} == {version}
 
 
 def test_no_episode_is_trained_twice_or_lost(chat: Chat, ledger: Ledger) -> None:
@@ -217,7 +136,7 @@ def test_no_tasks_is_the_user_s_to_correct(chat: Chat, ledger: Ledger) -> None:
 async def _wait_once(work: Job, timeout_s: float = 1e4) -> None:
     work.rollout.start()
     try:
-        await work.rollout.wait_pending(work.limits.batch, timeout_s)
+        await work.rollout.wait_ready(work.limits.batch, timeout_s)
     finally:
         await work.rollout.stop()
 
@@ -237,8 +156,8 @@ def test_lost_episodes_are_tried_again_up_to_the_limit_then_dropped(chat: Chat, 
     """Odd tasks lose every try, even ones their first."""
 
     def fails(request: GenerateRequest) -> bool:
-        index, attempt = ledger.task_index(request.request_id.removesuffix("/0"))
-        return index % 2 == 1 or attempt == 1
+        slot = ledger.slot(request.request_id.removesuffix("/0"))
+        return slot.index % 2 == 1 or slot.failures == 0
 
     work = job(chat, ledger, concurrency=4, eta=0.0, batch=4, engine=TimedEngine(Clock(), fails=fails))
     run_virtual(work.run(6))
@@ -289,7 +208,7 @@ def test_losses_now_and_then_do_not_stop_the_run(chat: Chat, ledger: Ledger) -> 
 
 
 @pytest.mark.parametrize("error", [InvariantError("corrupt"), ConfigError("no image"), ZeroDivisionError()])
-def test_a_failure_comes_out_of_wait_pending(chat: Chat, ledger: Ledger, error: Exception) -> None:
+def test_a_failure_comes_out_of_wait_ready(chat: Chat, ledger: Ledger, error: Exception) -> None:
     def begin(task: Task, sandbox: Any) -> None:
         if isinstance(error, ZeroDivisionError):
             ledger.put = None  # type: ignore[method-assign, assignment]  # the next dispatch raises TypeError
@@ -375,16 +294,13 @@ def test_aborted_tasks_are_played_by_the_next_process(chat: Chat, ledger: Ledger
         await work.rollout.stop()
 
     run_virtual(run())
-    aborted = [i for i, _ in ledger.redo("train")]
+    aborted = [slot.index for slot in ledger.redo(1)]
     assert len(aborted) == 4
     ledger.recover(0, 0)
-    again = Job(ledger, work.stage, work.limits, work.clock)
-    again.rollout = Rollout(
-        work.stage, [Task(f"train/{i}", (USER,)) for i in range(1000)], ledger, again.clock, again.limits, 3, 2
-    )
+    again = work.again()
     run_virtual(again.run(2))
     tries = attempts_of(ledger)
-    assert all(tries[i] == [(1, "dropped"), (2, "trained")] for i in aborted)
+    assert all(tries[i] == [(1, "dropped"), (1, "trained")] for i in aborted), "an abort is not a failed try"
     assert sum(ledger.counts().values()) == 12
 
 
@@ -393,13 +309,13 @@ def test_stale_episodes_are_dropped_counted_out_and_tried_again(chat: Chat, ledg
 
     async def run() -> None:
         work.rollout.start()
-        await work.rollout.wait_pending(4, 100.0)
+        await work.rollout.wait_ready(4, 100.0)
         old = [p.id for p in ledger.pending()]
         await work.rollout.drop_stale(old)
-        await work.rollout.wait_pending(4, 100.0)
+        await work.rollout.wait_ready(4, 100.0)
         fresh = [p.id for p in ledger.pending()]
         assert not set(old) & set(fresh)
-        assert sorted(ledger.task_index(e)[0] for e in old) == sorted(ledger.task_index(e)[0] for e in fresh)
+        assert sorted(ledger.slot(e).draw for e in old) == sorted(ledger.slot(e).draw for e in fresh)
         await work.rollout.stop()
 
     run_virtual(run())
@@ -448,7 +364,8 @@ def test_collect_plays_a_task_that_comes_twice_twice(chat: Chat, ledger: Ledger)
 
 def test_collect_retries_losses_and_gives_up(chat: Chat, ledger: Ledger) -> None:
     def fails(request: GenerateRequest) -> bool:
-        return ledger.task_index(request.request_id.removesuffix("/0")) != (0, 2)
+        slot = ledger.slot(request.request_id.removesuffix("/0"))
+        return (slot.index, slot.failures) != (0, 1)
 
     engine = TimedEngine(Clock(), fails=fails)
     lost, played = gather(stage_of(chat, engine), ledger, [1, 0])

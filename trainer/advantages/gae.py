@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainer.advantages.types import AdvantageInput, CriticEstimator, Estimate
+
 
 def skip_observation_gae(
     values: Tensor,
@@ -38,8 +40,8 @@ def skip_observation_gae(
 
     Raises `ValueError` if an observation token carries a reward: the recursion would lose it.
     """
-    actions, advantages, _ = _solve(values, rewards, mask, cu_seqlens, gamma, lam, bootstrap)
-    return _scatter(actions, advantages, mask)
+    actions, advantages, _ = _skip(values, rewards, mask, cu_seqlens, gamma, lam, bootstrap)
+    return scatter(actions, advantages, mask)
 
 
 def value_targets(
@@ -57,8 +59,8 @@ def value_targets(
     With lam = 1 they are the discounted sums of the rewards to come (plus bootstrap) and do not depend on `values`, which may
     then be zeros: for a terminal reward R and gamma = 1 every action token gets R.
     """
-    actions, advantages, action_values = _solve(values, rewards, mask, cu_seqlens, gamma, lam, bootstrap)
-    return _scatter(actions, advantages + action_values, mask)
+    actions, advantages, action_values = _skip(values, rewards, mask, cu_seqlens, gamma, lam, bootstrap)
+    return scatter(actions, advantages + action_values, mask)
 
 
 def length_adaptive_lambda(n_actions: Tensor, alpha: float) -> Tensor:
@@ -70,7 +72,7 @@ def length_adaptive_lambda(n_actions: Tensor, alpha: float) -> Tensor:
     return 1.0 - 1.0 / (alpha * n_actions.double()).clamp(min=1.0)
 
 
-def _solve(
+def _skip(
     values: Tensor,
     rewards: Tensor,
     mask: Tensor,
@@ -81,12 +83,47 @@ def _solve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Positions of the n action tokens (int64), and A and V there (fp64); each [n]."""
     actions = mask.nonzero().squeeze(1)
-    v = values.detach()[actions].double()
+    v, u = values.detach()[actions].double(), action_rewards(rewards, actions)
+    return actions, solve(v, u, actions, cu_seqlens, gamma, lam, bootstrap), v
+
+
+def _estimate(inputs: AdvantageInput, lam: float | Tensor) -> Estimate:
+    i = inputs
+    actions, advantages, v = _skip(i.values, i.rewards, i.mask, i.cu_seqlens, i.gamma, lam, i.bootstrap)
+    return Estimate(scatter(actions, advantages, i.mask), scatter(actions, advantages + v, i.mask))
+
+
+def _length(inputs: AdvantageInput) -> Tensor:
+    return per_trajectory(inputs.mask.nonzero().squeeze(1), inputs.cu_seqlens)
+
+
+SKIP_OBSERVATION = CriticEstimator(_estimate, _length, supervised=lambda inputs: inputs.mask)
+
+
+def action_rewards(rewards: Tensor, actions: Tensor) -> Tensor:
+    """The rewards at the n positions of action tokens, [n]. Raises `ValueError` if any other token carries one."""
     u = rewards[actions]
     if torch.count_nonzero(u) != torch.count_nonzero(rewards):
         raise ValueError("a reward sits on an observation token; put it on the last action token of its turn")
+    return u
 
-    edges = torch.searchsorted(actions, cu_seqlens)
+
+def per_trajectory(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """How many of the ascending `positions` [n] lie in each trajectory, [B] int64."""
+    return torch.searchsorted(positions, cu_seqlens).diff()
+
+
+def solve(
+    v: Tensor,
+    u: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    bootstrap: Tensor | None,
+) -> Tensor:
+    """A [n] fp64 of n steps with values v [n] fp64 and rewards u [n]; the ascending `positions` [n] tell whose step it is."""
+    edges = torch.searchsorted(positions, cu_seqlens)
     counts = edges.diff()
     acted = counts > 0
     last = edges[1:][acted] - 1
@@ -97,7 +134,14 @@ def _solve(
     next_v[:-1] = v[1:]
     next_v[last] = _per_row(0.0 if bootstrap is None else bootstrap, rows, v)[acted]
     delta = next_v.mul_(gamma).sub_(v).add_(u)
-    return actions, _affine_suffix_scan(delta, weight), v
+    return _affine_suffix_scan(delta, weight)
+
+
+def scatter(positions: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    """x [n] at `positions` [n], zero elsewhere, shaped as `mask`, fp32."""
+    out = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    out[positions] = x.float()
+    return out
 
 
 def _per_row(x: float | Tensor, rows: int, like: Tensor) -> Tensor:
@@ -118,9 +162,3 @@ def _affine_suffix_scan(x: Tensor, w: Tensor) -> Tensor:
     a[1::2] = x_odd
     a[1:-1:2].addcmul_(w_odd[:-1], even[1:])
     return a[:n]
-
-
-def _scatter(actions: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-    out = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    out[actions] = x.float()
-    return out

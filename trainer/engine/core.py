@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainer.engine.decoder import decoder
 from trainer.engine.slots import KVSlots, Row
 from trainer.weights import load_tensors
 
@@ -62,6 +63,7 @@ class EngineCore:
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.model = model.eval()
+        self._hidden = decoder(model)
         self.version = version
         self.max_len = max_len
         self._kv = KVSlots(config.num_hidden_layers, slots, heads, dim, max_len)
@@ -130,9 +132,7 @@ class EngineCore:
         rows, chosen = self._rows()
         ids = torch.tensor([t for s, r in zip(chosen, rows, strict=True) for t in s.tokens[r.start : r.start + r.count]])
         positions = self._kv.begin(rows)
-        hidden = self.model.model(
-            input_ids=ids[None], position_ids=positions[None], use_cache=False, kv=self._kv
-        ).last_hidden_state[0]
+        hidden = self._hidden(ids, positions, self._kv)
         last = torch.tensor([row.count for row in rows]).cumsum(0) - 1
         ready = []
         for number, (sequence, row) in enumerate(zip(chosen, rows, strict=True)):
@@ -155,7 +155,7 @@ class EngineCore:
             rows.append(Row(sequence.slot, sequence.computed, count))
             chosen.append(sequence)
             room -= count
-        order = sorted(range(len(rows)), key=lambda i: rows[i].count != 1)
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].count != 1, rows[i].slot))
         return [rows[i] for i in order], [chosen[i] for i in order]
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
@@ -165,8 +165,8 @@ class EngineCore:
         cumulative = logprobs.double().exp().cumsum(-1)
         sampled = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)[:, 0]
         sampled = sampled.clamp_(max=logits.shape[1] - 1)
-        greedy = torch.tensor([s.temperature == 0.0 for s in sequences])
-        tokens = torch.where(greedy, logits.argmax(-1), sampled)
+        greedy = [s.temperature == 0.0 for s in sequences]
+        tokens = torch.where(torch.tensor(greedy), logits.argmax(-1), sampled) if any(greedy) else sampled
         chosen = logprobs.gather(1, tokens[:, None])[:, 0]
         for sequence, token, logprob in zip(sequences, tokens.tolist(), chosen.tolist(), strict=True):
             sequence.tokens.append(token)

@@ -29,8 +29,15 @@ from trainer.weights import read_file
 
 BODY_LIMIT = 64 * 1024**2
 HONOURED = {"max_tokens", "temperature", "stop_token_ids", "seed", "prompt_logprobs", "logprobs", "detokenize"}
-NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-"""Sampling parameters that are taken only at this value; any other one must be absent or null."""
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling parameters that are taken only at this value or as null; any other one must be absent or null."""
 
 
 class Server:
@@ -92,7 +99,7 @@ class Server:
             ids = [int(t) for t in body["token_ids"]]
             params = dict(body["sampling_params"])
             for name, value in params.items():
-                if name not in HONOURED and value != NEUTRAL.get(name):
+                if name not in HONOURED and value is not None and value != NEUTRAL.get(name):
                     raise ValueError(f"this engine does not honour {name}={value}")
             if params.get("prompt_logprobs") is not None:
                 return web.json_response(self._scored(ids))
@@ -116,7 +123,8 @@ class Server:
         finally:
             sequence.aborted = sequence.finish is None
         self.tokens += len(sequence.logprobs)
-        return web.json_response({"choices": [_choice(sequence)]})
+        used = {"temperature": sequence.temperature, **NEUTRAL}
+        return web.json_response({"choices": [_choice(sequence)], "sampling": used})
 
     def _scored(self, ids: list[int]) -> dict[str, Any]:
         logprobs = self.core.score(ids)

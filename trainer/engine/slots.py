@@ -2,7 +2,8 @@
 needed.
 
 Flows in: the rows of one engine step (slot, first position, token count), then per layer queries, keys and values of those
-tokens laid end to end. Flows out: the attention output. Single-token rows must come first; they are attended together.
+tokens laid end to end. Flows out: the attention output. Single-token rows must come first, in the order of their slots; they
+are attended together, in place where their slots lie close.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+SPREAD = 2
+"""Single-token rows are attended in place if their slots span at most this many times their number; else copied together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,6 @@ class KVSlots:
         self._shape = (layers, slots, kv_heads, head_dim)
         self._keys = self._empty(min(256, max_len))
         self._values = torch.zeros_like(self._keys)  # zeros: a masked position has weight 0, and 0 * garbage may be NaN
-        self._rows: list[Row] = []
 
     def _empty(self, capacity: int) -> Tensor:
         layers, slots, heads, dim = self._shape
@@ -48,48 +51,68 @@ class KVSlots:
             keys[:, :, :, : self._keys.shape[3]] = self._keys
             values[:, :, :, : self._values.shape[3]] = self._values
             self._keys, self._values = keys, values
-        self._rows = rows
-        self._slot = torch.tensor([row.slot for row in rows for _ in range(row.count)])
-        self._position = torch.tensor([row.start + i for row in rows for i in range(row.count)])
-        self._singles = sum(row.count == 1 for row in rows)
-        if self._singles:
-            lengths = self._position[: self._singles] + 1
-            self._longest = int(lengths.max())
-            self._mask = (torch.arange(self._longest) < lengths[:, None])[:, None, None, :]
-        return self._position
+        singles = sum(row.count == 1 for row in rows)
+        self._singles, self._others = rows[:singles], rows[singles:]
+        position = torch.tensor([row.start + i for row in rows for i in range(row.count)])
+        slot = torch.tensor([row.slot for row in rows for _ in range(row.count)])
+        heads = self._shape[2]
+        self._lines = ((slot[:, None] * heads + torch.arange(heads)) * capacity + position[:, None]).flatten()
+        if singles:
+            self._begin_singles(slot[:singles], position[:singles] + 1)
+        self._masks = [
+            None if row.start == 0 else torch.ones(row.count, row.start + row.count, dtype=torch.bool).tril(row.start)
+            for row in self._others
+        ]
+        return position
+
+    def _begin_singles(self, slots: Tensor, lengths: Tensor) -> None:
+        """Where the single-token rows lie: a stretch of slots, with gaps in it or not, or slots to be copied together."""
+        first, span = int(slots[0]), int(slots[-1] - slots[0]) + 1
+        self._longest = int(lengths.max())
+        self._stretch = slice(first, first + span) if span <= SPREAD * len(slots) else None
+        self._slots, self._inside = slots, None
+        if self._stretch is not None and span > len(slots):
+            self._inside = slots - first
+            lengths = torch.ones(span, dtype=torch.int64).index_copy_(0, self._inside, lengths)
+        unseen = torch.arange(self._longest) >= lengths[:, None]
+        self._mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None, :]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Store [1, kv_heads, N, head_dim] keys and values; attention output [1, N, heads, head_dim]."""
         keys, values = self._keys[layer], self._values[layer]
-        keys[self._slot, :, self._position] = key[0].transpose(0, 1)
-        values[self._slot, :, self._position] = value[0].transpose(0, 1)
-        gqa = query.shape[1] != key.shape[1]
+        dim = keys.shape[3]
+        for cache, new in ((keys, key), (values, value)):
+            cache.view(-1, dim).index_copy_(0, self._lines, new[0].transpose(0, 1).reshape(-1, dim))
         parts: list[Tensor] = []
-        s = self._singles
-        if s:
-            slots = self._slot[:s]
+        at = len(self._singles)
+        if at:
+            parts.append(self._attend_singles(query[0, :, :at].transpose(0, 1), keys, values, scale))
+        gqa = query.shape[1] != key.shape[1]
+        for row, mask in zip(self._others, self._masks, strict=True):
+            past = slice(row.slot, row.slot + 1), slice(None), slice(row.start + row.count)
             out = F.scaled_dot_product_attention(
-                query[0, :, :s].transpose(0, 1)[:, :, None],
-                keys[slots, :, : self._longest],
-                values[slots, :, : self._longest],
-                attn_mask=self._mask,
+                query[:, :, at : at + row.count],
+                keys[past],
+                values[past],
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=scale,
                 enable_gqa=gqa,
             )
-            parts.append(out[:, :, 0].transpose(0, 1)[None])
-        at = s
-        for row in self._rows[s:]:
-            stop = row.start + row.count
-            mask = torch.ones(row.count, stop, dtype=torch.bool).tril(diagonal=row.start)
-            parts.append(
-                F.scaled_dot_product_attention(
-                    query[:, :, at : at + row.count],
-                    keys[row.slot : row.slot + 1, :, :stop],
-                    values[row.slot : row.slot + 1, :, :stop],
-                    attn_mask=mask,
-                    scale=scale,
-                    enable_gqa=gqa,
-                )
-            )
+            parts.append(out[0].transpose(0, 1))
             at += row.count
-        return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+        return torch.cat(parts)[None]
+
+    def _attend_singles(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[S, heads, head_dim] for queries of that shape. Heads that share keys are handled as positions of one head."""
+        grouped = query.reshape(len(query), keys.shape[1], -1, keys.shape[3])
+        if self._stretch is None:
+            keys, values = (x[:, :, : self._longest].index_select(0, self._slots) for x in (keys, values))
+        else:
+            keys, values = (x[self._stretch, :, : self._longest] for x in (keys, values))
+        if self._inside is not None:
+            grouped = grouped.new_zeros(len(keys), *grouped.shape[1:]).index_copy_(0, self._inside, grouped)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
+        if self._inside is not None:
+            out = out.index_select(0, self._inside)
+        return out.reshape(query.shape)

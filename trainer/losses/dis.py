@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
-from trainer.losses.types import PolicyLossInput, PolicyLossOutput
+from trainer.losses.types import PolicyLossInput, PolicyLossOutput, log_ratio
 
 
 def log_band(eps_low: float, eps_high: float) -> tuple[float, float]:
@@ -22,17 +23,19 @@ def log_band(eps_low: float, eps_high: float) -> tuple[float, float]:
     return math.log1p(-eps_low) if eps_low < 1 else -math.inf, math.log1p(eps_high)
 
 
-def dis_loss(inputs: PolicyLossInput, *, eps_low: float, eps_high: float) -> PolicyLossOutput:
-    """token_loss = -sg(f(rho)) * A * log pi_theta per token. eps_low, eps_high: ratio units, above and below 1.
+def weighted_logprobs(inputs: PolicyLossInput, keep: Tensor, log_weight: Tensor) -> PolicyLossOutput:
+    """token_loss = -sg(exp(log_weight)) * A * log pi_theta on the kept tokens; keep [N] bool, log_weight [N] fp32."""
+    # Select before exp: a masked infinity times zero would be NaN, in the loss or in its gradient.
+    weight = torch.where(keep, torch.where(keep, log_weight.detach(), 0.0).exp(), 0.0)
+    coefficient = torch.where(keep, weight * inputs.advantages.detach().float(), 0.0)
+    return PolicyLossOutput(-coefficient * torch.where(keep, inputs.logprobs.float(), 0.0), keep, weight)
+
+
+def dis_loss(inputs: PolicyLossInput, *, eps_low: float = 0.8, eps_high: float = 3.0) -> PolicyLossOutput:
+    """token_loss = -sg(f(rho)) * A * log pi_theta per token. eps_low, eps_high: ratio units, below and above 1.
 
     An action token with a non-finite log-ratio is rejected, as one outside the band; loss and gradient stay finite.
     """
-    logprobs = inputs.logprobs.float()
-    low, high = log_band(eps_low, eps_high)
-    # Select before exp: a masked infinity times zero would be NaN, in the loss or in its gradient.
-    delta = torch.where(inputs.mask, logprobs.detach() - inputs.rollout_logprobs.float(), 0.0)
-    # Strict comparisons also reject NaN, and either infinity against an infinite bound.
-    keep = inputs.mask & (delta > delta.new_tensor(low)) & (delta < delta.new_tensor(high))
-    weight = torch.where(keep, torch.where(keep, delta, 0.0).exp(), 0.0)
-    coefficient = torch.where(keep, weight * inputs.advantages.detach().float(), 0.0)
-    return PolicyLossOutput(token_loss=-coefficient * torch.where(keep, logprobs, 0.0), keep=keep, weight=weight)
+    delta, valid = log_ratio(inputs, "rollout")
+    low, high = delta.new_tensor(log_band(eps_low, eps_high))
+    return weighted_logprobs(inputs, valid & (delta > low) & (delta < high), delta)
