@@ -39,6 +39,13 @@ class _Played:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.asks: set[asyncio.Task[None]] = set()
 
+    def over(self) -> None:
+        """Nothing of it is answered any more, not even what the worker asks before it hears of the end."""
+        if not self.failed.cancel() and not self.failed.cancelled():
+            self.failed.exception()  # somebody has looked at it
+        for ask in self.asks:
+            ask.cancel()
+
 
 class Worker:
     """One process."""
@@ -95,8 +102,7 @@ class Worker:
                 played.failed.result()
             return played.done.result()
         finally:
-            for ask in played.asks:
-                ask.cancel()
+            played.over()
             await self._let_go(episode, played)
 
     async def close(self) -> None:
@@ -116,8 +122,10 @@ class Worker:
                         self._process.kill()
         finally:
             if played.done.done() and not played.done.cancelled():
-                played.done.exception()  # somebody has looked at it
+                played.done.exception()
             del self._episodes[episode]
+            if played.asks:
+                await asyncio.wait(played.asks, timeout=CANCEL_S)
 
     def _send(self, frame: wire.Frame) -> None:
         assert self._process.stdin is not None
