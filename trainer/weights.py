@@ -87,9 +87,10 @@ def load_folder(model: nn.Module, folder: Path, prefix: str = "") -> None:
 
 
 def write_file(tensors: dict[str, Tensor], path: Path) -> str:
-    """Write atomically; the file's sha256."""
+    """Write atomically, readable by whoever may read the folder (an engine may be another user's); the file's sha256."""
     part = path.with_suffix(".part")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(part), metadata={"format": "pt"})
+    part.chmod(path.parent.stat().st_mode & 0o666)
     os.replace(part, path)
     return sha256(path)
 

@@ -200,6 +200,13 @@ def test_a_damaged_file_is_refused(moe: Path, tmp_path: Path) -> None:
         read_file(path, digest)
 
 
+@pytest.mark.parametrize(("folder", "file"), [(0o755, 0o644), (0o750, 0o640), (0o700, 0o600)])
+def test_who_may_read_a_folder_may_read_its_weights(moe: Path, tmp_path: Path, folder: int, file: int) -> None:
+    tmp_path.chmod(folder)
+    write_file(read_file(moe / "model.safetensors"), tmp_path / "w.safetensors")
+    assert (tmp_path / "w.safetensors").stat().st_mode & 0o777 == file
+
+
 def test_the_exported_dtype(moe: Path) -> None:
     policy = build_policy(moe)
     for (name, full), (_, half) in zip(export(policy.model), export(policy.model, torch.bfloat16), strict=True):
