@@ -55,6 +55,14 @@ class Book:
         rows = [row for row in self.episodes.values() if row["status"] in ("pending", "trained")]
         return sorted(rows, key=lambda row: row["position"] or 0)
 
+    def pass_rates(self) -> dict[str, float]:
+        """Of each task that was judged, by id: the share of its episodes with a reward above 0.5."""
+        rewards: dict[str, list[float]] = {}
+        for row in self.episodes.values():
+            if row["reward"] is not None:
+                rewards.setdefault(row["task_id"], []).append(row["reward"])
+        return {task: sum(reward > 0.5 for reward in seen) / len(seen) for task, seen in rewards.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

@@ -265,6 +265,15 @@ class Ledger:
         ).fetchone()
         return {key: float(row[key]) for key in row.keys()}  # noqa: SIM118 - sqlite3.Row iterates values
 
+    def batch_sources(self, number: int) -> dict[str, tuple[int, float, float]]:
+        """One batch of a mixture by source, which is how a task id begins: episodes, mean reward, success."""
+        rows = self._db.execute(
+            "SELECT substr(task_id, 1, instr(task_id, '/') - 1) AS source, COUNT(*) AS n, AVG(reward) AS reward, "
+            "AVG(reward > 0.5) AS success FROM episodes WHERE batch = ? AND purpose = 'train' GROUP BY 1 ORDER BY 1",
+            (number,),
+        )
+        return {row["source"]: (row["n"], row["reward"], row["success"]) for row in rows}
+
     def infra_failure_frac(self, last: int = 200) -> float:
         """Share of the last finished training episodes that infrastructure lost."""
         row = self._db.execute(

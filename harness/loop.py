@@ -124,10 +124,11 @@ class Loop:
         run, algorithm = self.run, self.config.algorithm
         settings = self.config.rollout
         limits = Admission(settings.concurrency, settings.eta, algorithm.batch, settings.max_attempts, algorithm.group)
-        self.rollout = Rollout(
-            run.stage(), run.tasks("train"), run.ledger, self.clock, limits, self.config.seed, run.generation
+        tasks = run.tasks("train")
+        self.rollout = Rollout(run.stage(), tasks, run.ledger, self.clock, limits, self.config.seed, run.generation)
+        self.telemetry = Telemetry(
+            run.ledger, settings.concurrency, self.rollout.slot_seconds(), mixed=hasattr(tasks, "shares")
         )
-        self.telemetry = Telemetry(run.ledger, settings.concurrency, self.rollout.slot_seconds())
         self.rollout.start()
         try:
             with Dashboard(steps) as dashboard:

@@ -171,7 +171,10 @@ class Environment(Protocol):
     Config: type[BaseModel]
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """All tasks of a split; may be a lazy sequence. The splits share no task."""
+        """All tasks of a split; may be a lazy sequence. The splits share no task.
+
+        A sequence with an attribute `shares` (`harness.order.Share`) mixes several sources, which are drawn by weight.
+        """
         ...
 
     async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:

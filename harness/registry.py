@@ -23,6 +23,7 @@ BUILTIN: dict[Kind, dict[str, str]] = {
     "environment": {
         "toy_repair": "environments.toy_repair.environment:ToyRepair",
         "sums": "environments.sums:Sums",
+        "mixture": "environments.mixture:Mixture",
         "swe": "environments.swe.environment:Swe",
         "task_folders": "environments.swe.folder_environment:SweFolders",
     },

@@ -10,15 +10,15 @@ played again by itself, and a batch is made of the groups that are complete.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.episode import Episode, Stage, run_episode
-from harness.errors import ConfigError, InfrastructureError, SandboxError
+from harness.errors import InfrastructureError, SandboxError
 from harness.ledger import Ledger, Pending, Slot
+from harness.order import TaskOrder
 from harness.task import Task, Termination
 
 LOST_IN_A_ROW = 5
@@ -44,27 +44,6 @@ def complete_groups(pending: Sequence[Pending], group: int) -> list[Pending]:
         if len(members[episode.draw]) == group:
             complete += members[episode.draw]
     return complete
-
-
-class TaskOrder:
-    """Shuffled epochs without replacement: the n-th draw is a pure function of (seed, n)."""
-
-    def __init__(self, size: int, seed: int, drawn: int = 0) -> None:
-        if size < 1:
-            raise ConfigError("the environment has no task", hint="look at the [environment] table")
-        self._size, self._seed = size, seed
-        self.drawn = drawn
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def __next__(self) -> int:
-        epoch, offset = divmod(self.drawn, self._size)
-        if epoch != self._epoch:
-            self._order = list(range(self._size))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-            self._epoch = epoch
-        self.drawn += 1
-        return self._order[offset]
 
 
 @dataclass(slots=True)
@@ -101,7 +80,7 @@ class Rollout:
     ) -> None:
         self._stage, self._tasks, self._ledger, self._clock, self._limits = stage, tasks, ledger, clock, limits
         self._generation = generation
-        self._order = TaskOrder(len(tasks), seed, ledger.get("drawn", 0))
+        self._order = TaskOrder(tasks, seed, ledger.get("drawn", 0))
         self._again: list[Slot] = []  # oldest draw first, or admission could fill up with groups that lack one member each
         self._given_up: set[int] = set()
         self._running: dict[asyncio.Task[None], str] = {}

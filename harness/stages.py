@@ -13,9 +13,11 @@ from typing import Any
 from harness.chat import Chat
 from harness.conversations import conversations
 from harness.engines.scripted import ScriptedEngine
+from harness.episode import Episode
 from harness.errors import ConfigError, InfrastructureError
+from harness.order import TaskOrder, first
 from harness.registry import find, load_object
-from harness.rollout import TaskOrder, collect
+from harness.rollout import collect
 from harness.run import Run, log
 
 VALUE_GATE_HINT = "give it more episodes or epochs (`[value]`), or lower the gate: value.min_ev, value.max_bias"
@@ -84,7 +86,7 @@ async def _demonstrations(run: Run, chat: Chat) -> list[Path]:
     engine = ScriptedEngine(chat, load_object(settings.script), run.config.seed)
     stage = await run.demonstrator(engine, chat, settings.sandbox.table())
     tasks = run.tasks("train")
-    order = TaskOrder(len(tasks), run.config.seed)
+    order = TaskOrder(tasks, run.config.seed)
     chosen = [next(order) for _ in range(settings.episodes)]
     done = run.ledger.done("demonstration")
     await collect(
@@ -135,7 +137,7 @@ async def _value_data(run: Run) -> list[Path]:
     settings = run.config.value
     assert settings is not None
     tasks = run.tasks("train")
-    order = TaskOrder(len(tasks), run.config.seed + 1)
+    order = TaskOrder(tasks, run.config.seed + 1)
     chosen = [next(order) for _ in range(settings.episodes)]
     done = run.ledger.done("value")
     await collect(
@@ -165,10 +167,9 @@ async def evaluate(run: Run, name: str) -> dict[str, Any]:
     if known is not None or run.config.eval.tasks == 0:
         return dict(known or {})
     tasks = run.tasks("heldout")
-    count = min(run.config.eval.tasks, len(tasks))
     episodes = await collect(
         run.stage(),
-        [(i, tasks[i]) for i in range(count)],
+        [(i, tasks[i]) for i in first(tasks, run.config.eval.tasks)],
         run.ledger,
         f"eval-{name}",
         version=run.version,
@@ -178,8 +179,11 @@ async def evaluate(run: Run, name: str) -> dict[str, Any]:
         seed=run.config.seed,
         keep=False,
     )
-    result = find("evaluation", run.config.eval.id)(episodes)
-    result = dict(await result if inspect.isawaitable(result) else result)
+    result = await _judged(run, episodes)
+    if hasattr(tasks, "shares"):
+        sources = {e.task_id.partition("/")[0] for e in episodes}
+        parts = {name: [e for e in episodes if e.task_id.startswith(f"{name}/")] for name in sorted(sources)}
+        result["sources"] = {name: await _judged(run, part) for name, part in parts.items()}
     lost = [e for e in episodes if e.reward is None]
     if 2 * len(lost) > len(episodes):
         raise InfrastructureError(
@@ -189,6 +193,11 @@ async def evaluate(run: Run, name: str) -> dict[str, Any]:
     run.ledger.put(f"eval/{name}", result)
     log.info("held-out %s: %s", name, _short(result))
     return result
+
+
+async def _judged(run: Run, episodes: list[Episode]) -> dict[str, Any]:
+    result = find("evaluation", run.config.eval.id)(episodes)
+    return dict(await result if inspect.isawaitable(result) else result)
 
 
 def _short(facts: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ adds its own (`trainer/measure`).
 | name | formula |
 |---|---|
 | `reward/mean`, `rollout/success` | mean reward of the batch's episodes; share with reward > 0.5 |
+| `source/<name>_reward`, `.._success`, `.._share` | of a mixture's parts: as above; share of the batch's episodes |
 | `rollout/trajectories_per_s`, `rollout/action_tokens_per_s`, `rollout/tokens_per_s` | of the batch / seconds since the last |
 | `rollout/infra_failure_frac` | share of the last 200 finished episodes that infrastructure lost |
 | `rollout/dropped_<reason>`, `rollout/replayed` | episodes dropped since the run began by termination; second and later tries |
@@ -42,10 +43,11 @@ LAGGED = (8, 5)
 class Telemetry:
     """Rows, one after another."""
 
-    def __init__(self, ledger: Ledger, concurrency: int, slot_seconds: float) -> None:
+    def __init__(self, ledger: Ledger, concurrency: int, slot_seconds: float, *, mixed: bool = False) -> None:
         self._ledger, self._concurrency = ledger, concurrency
         self._started = self._seen = time.monotonic()
         self._slot_seconds = slot_seconds
+        self._mixed = mixed
         self._sampled = math.nan
 
     def row(
@@ -80,6 +82,7 @@ class Telemetry:
             "elapsed_s": round(now - self._started, 3),
             "reward/mean": seen["reward"],
             "rollout/success": seen["success"],
+            **(self._sources(batch, seen["episodes"]) if self._mixed else {}),
             "rollout/trajectories_per_s": seen["episodes"] / step_s,
             "rollout/action_tokens_per_s": seen["action_tokens"] / step_s,
             "rollout/tokens_per_s": seen["tokens"] / step_s,
@@ -103,3 +106,9 @@ class Telemetry:
             "time/train_s": round(train_s, 4),
             "time/publish_s": round(publish_s, 4),
         }
+
+    def _sources(self, batch: int, episodes: float) -> Row:
+        row: Row = {}
+        for name, (n, reward, success) in self._ledger.batch_sources(batch).items():
+            row |= {f"source/{name}_reward": reward, f"source/{name}_success": success, f"source/{name}_share": n / episodes}
+        return row

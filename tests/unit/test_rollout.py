@@ -17,7 +17,7 @@ from harness.episode import Stage
 from harness.errors import ConfigError, InfrastructureError, InvariantError
 from harness.ledger import Ledger
 from harness.protocols import GenerateRequest, Generation
-from harness.rollout import Clock, TaskOrder, capacity, collect
+from harness.rollout import Clock, capacity, collect
 from harness.task import Task, Termination
 from harness.trajectory import Trajectory
 from tests.support import FnAgent, FnEnvironment, PlayedEngine, WatchedSandboxes, run_virtual, stage_of
@@ -103,22 +103,6 @@ def test_capacity_by_hand(arguments: dict[str, Any], expected: int) -> None:
 
 
 # --- task order ------------------------------------------------------------------------------------------------------
-
-
-def test_epochs_are_without_replacement_and_differ() -> None:
-    order = TaskOrder(7, seed=1)
-    epochs = [[next(order) for _ in range(7)] for _ in range(4)]
-    assert all(sorted(e) == list(range(7)) for e in epochs)
-    assert len({tuple(e) for e in epochs}) > 1
-    other = TaskOrder(7, 2)
-    assert [next(other) for _ in range(28)] != [i for e in epochs for i in e]
-
-
-@pytest.mark.parametrize("drawn", [0, 1, 6, 7, 13, 20])
-def test_a_resumed_order_goes_on_where_it_was(drawn: int) -> None:
-    whole, resumed = TaskOrder(7, 5), TaskOrder(7, 5, drawn)
-    straight = [next(whole) for _ in range(30)]
-    assert [next(resumed) for _ in range(30 - drawn)] == straight[drawn:]
 
 
 def test_the_prompts_of_an_epoch_are_each_dispatched_once(chat: Chat, ledger: Ledger) -> None:
