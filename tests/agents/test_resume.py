@@ -146,7 +146,8 @@ def test_it_ends_as_if_nothing_had_happened(name: str, resumed: Resumed, chat: C
     assert (episode.error, episode.reward) == ("", 1.0)
     assert episode.info["termination"] == "finished"
     said = "".join(chat.decode(t.tokens.tolist()) for t in episode.trajectories)
-    assert "ran 1, living 0" in said, "the command was not run twice, and what was left of it is ended"
+    after = said.rpartition("str_replace")[2]
+    assert "ran 1, living 0" in after, f"the command was not run twice, and what was left of it is ended: {after}"
     assert ("Tool call interrupted before completion" in said) == (name in COMMANDS)
 
 
