@@ -34,6 +34,7 @@ def main() -> None:
     if rest:  # argparse leaves over what stands behind a flag
         args.config += rest
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    sys.path.append(str(Path.cwd()))  # `module:Class` of a package that stands here and is not installed
     try:
         check_imports()
         sys.exit(args.verb(args) or 0)
@@ -101,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("name", choices=["smollm2"])
     model.add_argument("path", type=Path, help="a new folder")
     model.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the weights in the file")
+    kit = add("init", _init, "A new package with an environment of your own, to edit.")
+    kit.add_argument("kind", choices=["env"])
+    kit.add_argument("name", help="of the package and its folder: lower-case letters, digits and '_'")
+    suite = add("check", _check, "The contract suite of an environment: played for real, one verdict per check.")
+    suite.add_argument("environment", help="a name, or module:Class")
+    suite.add_argument("settings", nargs="*", metavar="key=value", help="options of the environment, sandbox.id=docker, ..")
+    suite.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    suite.add_argument("--without-solver", action="store_true", help="pass also if the environment offers no solver")
     clean = add("clean", _clean, "Remove what dead runs left: containers, processes, folders.")
     clean.add_argument("--run", help="only this run's, even if it lives")
     check = add("doctor", _doctor, "What works on this machine, and how to get what does not.")
@@ -313,6 +322,21 @@ def _model(args: argparse.Namespace) -> int:
     load_object(f"trainer.{args.name}:convert")(args.path, args.dtype)
     print(args.path)
     return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    from harness.kit.init import init_environment
+
+    print(init_environment(args.name, Path.cwd()))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from harness.kit.check import as_json, check, passed, table
+
+    verdicts = check(args.environment, args.settings)
+    print(json.dumps(as_json(args.environment, verdicts)) if args.json else table(verdicts))
+    return 0 if passed(verdicts, without_solver=args.without_solver) else 1
 
 
 def _positive(text: str) -> int:

@@ -23,6 +23,7 @@ from harness.errors import EnvironmentFault, EpisodeEnd, InfrastructureError, Sa
 from harness.protocols import Agent, Environment, Sandbox, SandboxProvider
 from harness.session import TokenSession
 from harness.task import Limits, Score, Task, Termination
+from harness.tools import turn_of_episode
 from harness.trajectory import Trajectory
 
 log = logging.getLogger("sao")
@@ -80,6 +81,8 @@ async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | Non
     session = stage.session(episode_id, seed)
     start = time.monotonic()
     sandbox: Sandbox | None = None
+    live: Any = None
+    turn_of_episode.set(lambda: session.turns - 1)
     try:
         limit = stage.limits.wall_s
         with boundary(SandboxError, f"{task.id}: sandbox"):
@@ -105,6 +108,8 @@ async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | Non
     except InfrastructureError as error:
         return Episode(episode_id, task.id, error.termination, error=_chain(error))
     finally:
+        if hasattr(live, "close"):
+            await _close_task(live, stage.limits.wall_s)
         if sandbox is not None:
             await _close(sandbox)
         if session.folder is not None:
@@ -167,6 +172,19 @@ async def _close(sandbox: Sandbox) -> None:
         await asyncio.shield(sandbox.close())
     except InfrastructureError as error:
         log.warning("a sandbox could not be closed: %s", error)
+
+
+async def _close_task(live: Any, limit: float) -> None:
+    """Let a live task go, even if cancelled meanwhile. What it raises there changes no verdict: it is logged."""
+
+    async def close() -> None:
+        try:
+            async with asyncio.timeout(limit):
+                await live.close()
+        except Exception:  # code of a plug-in
+            log.warning("a task could not be closed", exc_info=True)
+
+    await asyncio.shield(close())
 
 
 def _chain(error: BaseException) -> str:

@@ -149,6 +149,8 @@ class LiveTask(Protocol):
     """A task set up in a sandbox: its tools, and the verdict at the end.
 
     An attribute `score_s: float`, where there is one, is how long `score` may take, in seconds; else the episode's own limit.
+    A coroutine `close`, where there is one, is called once at the end, whatever ended the episode, while the sandbox still
+    lives: to let go of what the task holds outside the sandbox (a server, a database, a second sandbox).
     """
 
     @property
@@ -166,6 +168,8 @@ class Environment(Protocol):
 
     A coroutine `rejoin(task, sandbox, state) -> LiveTask`, where there is one, takes up a task that an earlier process has
     begun in this sandbox; `state` is the JSON value that its live task's `state()` gave after `begin`.
+
+    A method `solver(task) -> harness.engines.scripted.Script`, where there is one, solves a task: `sao check` plays it.
     """
 
     Config: type[BaseModel]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from environments.toy_repair.expert import flawed_expert
 from environments.toy_repair.tasks import CHECK, HIDDEN_CASES, VISIBLE_CASES, ToyTasks
+from harness.engines.scripted import Script
 from harness.errors import VerifierFault
 from harness.protocols import LiveTask, Sandbox, Tool, ToolResult
 from harness.task import Score, Split, Task
@@ -54,6 +57,10 @@ class ToyRepair:
         for path, text in task.data["files"].items():
             await sandbox.write(path, text.encode())
         return ToyRepairTask(task, sandbox, self.config.python)
+
+    def solver(self, task: Task) -> Script:
+        """The demonstrator without its flaw."""
+        return partial(flawed_expert, right=1.0, habit=0.0)
 
 
 class ToyRepairTask:

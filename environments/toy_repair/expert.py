@@ -10,15 +10,12 @@ import json
 import random
 import re
 
+from harness.engines.scripted import call as call
+
 RIGHT, HABIT, RETRY = 0.15, 0.7, 0.15
 """Shares of edits that read the numbers, that take the first other argument, and of second tries after a failed check."""
 
 _RESULT = re.compile(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", re.DOTALL)
-
-
-def call(name: str, **arguments: object) -> str:
-    """One tool call in the Hermes form."""
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def flawed_expert(conversation: str, rng: random.Random, *, right: float = RIGHT, habit: float = HABIT) -> str:

@@ -1,10 +1,11 @@
-"""A deterministic engine for demonstrations, tests and benchmarks: a function writes each turn, as text, with probability 1.
+"""A deterministic engine for demonstrations, tests and checks: a function writes each turn, as text, with probability 1.
 
 Flows in: the decoded prompt. Flows out: the tokens of what the function answers, log-prob 0, the current version label.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,17 @@ from harness.protocols import GenerateRequest, Generation
 
 Script = Callable[[str, random.Random], str]
 """(conversation text, random numbers of this call) -> the next assistant turn, without stop token."""
+
+
+def call(name: str, **arguments: object) -> str:
+    """The turn that makes one tool call, in the Hermes form."""
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def in_turn(*turns: str) -> Script:
+    """A script for one episode: these turns, whatever is answered, and silence after the last."""
+    left = iter(turns)
+    return lambda conversation, rng: next(left, "")
 
 
 class ScriptedEngine:

@@ -1,0 +1,179 @@
+"""Checks of what is there before any episode: the options, and the tasks as plain, repeatable data.
+
+`python -m harness.kit.tasks` prints the digests of an environment's tasks, for a look from another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from harness.kit.play import Subject
+from harness.kit.verdicts import Broken, Check, short
+from harness.registry import plugin_config
+from harness.task import Split, Task
+
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+REPEATED = 64
+"""Tasks of each split that another process must make the same."""
+COMPARED = 1000
+"""Tasks of each split whose ids and contents are compared."""
+CHILD_S = 120.0
+NOBODY = "no_environment_has_this_option"
+
+
+async def config(subject: Subject) -> str:
+    """The options are a pydantic model that refuses unknown names and can be stored with a run."""
+    cls = type(subject.environment)
+    model = cls.Config
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise Broken(f"`Config` is no pydantic model but {model!r}", "derive it from pydantic.BaseModel")
+    for method in ("tasks", "begin"):
+        if not callable(getattr(subject.environment, method, None)):
+            raise Broken(f"`{cls.__name__}` has no method `{method}`", "see harness/protocols.py, `Environment`")
+    made = model(**subject.options)
+    try:
+        model(**subject.options, **{NOBODY: 1})
+    except ValidationError:
+        pass
+    else:
+        raise Broken("an unknown option is ignored", 'give `Config` model_config = ConfigDict(extra="forbid")')
+    again = model(**json.loads(json.dumps(made.model_dump(mode="json"))))
+    if again != made:
+        raise Broken("the options differ after they were stored and read", "use types that JSON can hold")
+    return "unknown options are refused, known ones can be stored"
+
+
+async def plain_tasks(subject: Subject) -> str:
+    """Both splits have tasks, each a `Task` of JSON data with messages."""
+    for split in SPLITS:
+        tasks = subject.tasks(split, REPEATED)
+        if not tasks:
+            raise Broken(f"split `{split}` has no task", "return at least one task for each split")
+        for task in tasks:
+            if not isinstance(task, Task):
+                raise Broken(f"split `{split}` holds {short(repr(task), 80)}, which is no Task", "return harness.task.Task")
+            if not task.messages or not all({"role", "content"} <= message.keys() for message in task.messages):
+                raise Broken(f"task {task.id}: its messages are not a conversation", 'open with {"role": .., "content": ..}')
+            wrong = _no_json([list(task.messages), task.data])
+            if wrong:
+                raise Broken(f"task {task.id} is no JSON: {wrong}", "keep to text, numbers, lists, dictionaries and None")
+    return f"{', '.join(f'{len(subject.environment.tasks(s))} {s}' for s in SPLITS)} tasks of plain data"
+
+
+async def repeatable_tasks(subject: Subject) -> str:
+    """Another process, with other hashes, makes the same tasks."""
+    here = digests(subject)
+    there = await _digests_elsewhere(subject)
+    for split in SPLITS:
+        pairs = list(zip(here[split], there[split], strict=False))
+        if here["sizes"] != there["sizes"]:
+            raise Broken(f"another process has {there['sizes']} tasks, not {here['sizes']}", _SEEDED)
+        wrong = [index for index, (one, other) in enumerate(pairs) if one != other]
+        if wrong:
+            raise Broken(f"another process makes task {wrong[0]} of `{split}` another way", _SEEDED)
+    return f"two processes make the same {sum(len(here[s]) for s in SPLITS)} tasks"
+
+
+async def unique_ids(subject: Subject) -> str:
+    """No two tasks have one id."""
+    seen: dict[str, str] = {}
+    for split in SPLITS:
+        for index, task in enumerate(subject.tasks(split, COMPARED)):
+            where = f"{split} {index}"
+            if task.id in seen:
+                raise Broken(f"{seen[task.id]} and {where} have one id: {task.id}", "make the id of split, seed and index")
+            seen[task.id] = where
+    return f"{len(seen)} ids, all different"
+
+
+async def disjoint_splits(subject: Subject) -> str:
+    """Nothing that evaluation asks is ever trained."""
+    trained = {_content(task): task.id for task in subject.tasks("train", COMPARED)}
+    for task in subject.tasks("heldout", COMPARED):
+        if _content(task) in trained:
+            raise Broken(
+                f"{trained[_content(task)]} and {task.id} are one problem", "let a hash of the problem decide its split"
+            )
+    return "the splits share no problem"
+
+
+_SEEDED = "draw from random.Random(f'{split}/{seed}/{index}') only: no global random numbers, clock, set order or hash()"
+
+
+def digests(subject: Subject) -> dict[str, Any]:
+    """Sizes of the splits, and a digest of each of the first tasks."""
+    out: dict[str, Any] = {s: [_digest(task) for task in subject.tasks(s, REPEATED)] for s in SPLITS}
+    out["sizes"] = {s: len(subject.environment.tasks(s)) for s in SPLITS}
+    return out
+
+
+def _digest(task: Task) -> str:
+    text = json.dumps([task.id, list(task.messages), task.data, task.image], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _content(task: Task) -> str:
+    return json.dumps([list(task.messages), task.data, task.image], sort_keys=True, default=repr)
+
+
+def _no_json(value: Any) -> str:
+    """What JSON would lose, or nothing."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "" if json.loads(text) == _lists(value) else "it reads back differently (keys must be text)"
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+async def _digests_elsewhere(subject: Subject) -> dict[str, Any]:
+    own = os.environ.get("PYTHONHASHSEED", "random")
+    path = os.pathsep.join(part or os.getcwd() for part in sys.path)
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "harness.kit.tasks", subject.spec, json.dumps(subject.options)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "2" if own == "1" else "1"},
+    )
+    try:
+        async with asyncio.timeout(CHILD_S):
+            out, errors = await child.communicate()
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+        raise Broken(f"another process has not made the tasks in {CHILD_S:g} s", "return a lazy sequence of tasks") from None
+    if child.returncode != 0:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        raise Broken(f"another process cannot make the tasks: {last}", "make them from the options alone")
+    answer: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return answer
+
+
+def _main(spec: str, options: str) -> None:
+    cls, made = plugin_config("environment", {"id": spec, **json.loads(options)})
+    bare: Any = None
+    print(json.dumps(digests(Subject(spec, {}, cls(made), bare, bare, bare, bare))))  # noqa: T201
+
+
+CHECKS = (
+    Check("config", config),
+    Check("plain_tasks", plain_tasks, ("config",)),
+    Check("repeatable_tasks", repeatable_tasks, ("plain_tasks",)),
+    Check("unique_ids", unique_ids, ("plain_tasks", "repeatable_tasks")),
+    Check("disjoint_splits", disjoint_splits, ("plain_tasks", "repeatable_tasks")),
+)
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:3])
