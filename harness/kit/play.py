@@ -73,8 +73,10 @@ class Subject:
     _count: int = 0
 
     def tasks(self, split: Split, most: int) -> list[Task]:
-        """The first tasks of a split."""
-        tasks = self.environment.tasks(split)
+        """The first tasks of a split, made once."""
+        if split not in self.kept:
+            self.kept[split] = self.environment.tasks(split)
+        tasks = self.kept[split]
         return [tasks[i] for i in range(min(most, len(tasks)))]
 
     @property

@@ -109,8 +109,11 @@ _SEEDED = "draw from random.Random(f'{split}/{seed}/{index}') only: no global ra
 
 def digests(subject: Subject) -> dict[str, Any]:
     """Sizes of the splits, and a digest of each of the first tasks."""
-    out: dict[str, Any] = {s: [_digest(task) for task in subject.tasks(s, REPEATED)] for s in SPLITS}
-    out["sizes"] = {s: len(subject.environment.tasks(s)) for s in SPLITS}
+    out: dict[str, Any] = {"sizes": {}}
+    for split in SPLITS:
+        made = subject.environment.tasks(split)
+        out["sizes"][split] = len(made)
+        out[split] = [_digest(made[i]) for i in range(min(REPEATED, len(made)))]
     return out
 
 

@@ -10,7 +10,7 @@ from harness.kit.verdicts import Broken, Check
 from harness.kit.watch import Phase, Trouble
 
 PHASES: tuple[Phase, ...] = ("begin", "tool", "score")
-HANG_S = 2.0
+HANG_S = 1.0
 """Limit of an episode whose sandbox hangs; more where a healthy one is slower."""
 
 
@@ -65,5 +65,5 @@ def _and(phases: list[Phase]) -> str:
     return " and ".join(f"`{phase}`" for phase in phases)
 
 
-LIMITS = Check("limits", limits, ("begin", "episodes", "turn_rewards"))
+LIMITS = Check("limits", limits, ("begin",))
 LOST = Check("lost_sandbox", lost_sandbox, ("limits", "blocking"))

@@ -1,0 +1,115 @@
+"""The contract suite passes a sound environment and names the fault of each planted one, and that alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.kit.check import as_json, check, passed, table
+from harness.kit.verdicts import Verdict
+from tests.kit import planted
+
+MEMORY = "sandbox.id=memory"
+FAULTS = {
+    planted.IgnoresUnknownOptions: ("config", "unknown option"),
+    planted.HasASetInItsData: ("plain_tasks", "train/0/0"),
+    planted.FollowsTheHash: ("repeatable_tasks", "task 0 of `train`"),
+    planted.DrawsGlobally: ("repeatable_tasks", "task 0 of `train`"),
+    planted.NamesTwoTasksAlike: ("unique_ids", "the task"),
+    planted.TrainsOnHeldOut: ("disjoint_splits", "one problem"),
+    planted.OffersOtherTools: ("begin", "other tools"),
+    planted.RaisesInATool: ("episodes", "no such key"),
+    planted.RewardsATurnThatWasNot: ("turn_rewards", "turn 99"),
+    planted.NeverJudges: ("limits", "ran into its limit"),
+    planted.CannotBeCancelled: ("limits", "hangs in `tool`"),
+    planted.TakesATimeoutForAZero: ("limits", "hangs in `score` was scored 0"),
+    planted.BlocksTheLoop: ("blocking", "time.sleep(1.7)"),
+    planted.CannotBeSolved: ("solver", "0.5 of 1"),
+    planted.PaysForNothing: ("idle", "gets 0.1"),
+    planted.JudgesByLot: ("verdict", "silence"),
+    planted.JudgesInfinitely: ("verdict", "not finite"),
+    planted.TrustsArguments: ("arguments", "IndexError"),
+    planted.LeavesAProcess: ("clean_up", "process sleep"),
+    planted.LeavesAFile: ("clean_up", "temporary file"),
+    planted.LeavesASandbox: ("clean_up", "fresh"),
+    planted.LeavesATask: ("clean_up", "asyncio task"),
+    planted.KeepsStateInTheEnvironment: ("concurrency", "alone"),
+    planted.WritesTheAnswer: ("secrets", "tests/expected.txt"),
+    planted.TakesALossForAZero: ("lost_sandbox", "lost in `score`"),
+}
+
+
+def spec(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__name__}"
+
+
+def failures(verdicts: list[Verdict]) -> dict[str, str]:
+    return {v.name: v.said for v in verdicts if v.outcome == "failed"}
+
+
+@pytest.mark.parametrize("sandbox", ["memory", "process"])
+def test_a_sound_environment_passes(sandbox: str) -> None:
+    temp = tempfile.gettempdir()
+    verdicts = check(spec(planted.Sound), [f"sandbox.id={sandbox}", "seed=3"])
+    assert [v for v in verdicts if v.outcome != "passed"] == []
+    assert passed(verdicts) and len(verdicts) == 18
+    assert all(v.name in table(verdicts) and v.said in table(verdicts) for v in verdicts)
+    assert json.loads(json.dumps(as_json("x", verdicts)))["ok"] is True
+    assert tempfile.gettempdir() == temp and os.environ.get("TMPDIR", temp) == temp
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "seen"), [(cls, *fault) for cls, fault in FAULTS.items()], ids=lambda x: getattr(x, "__name__", "")
+)
+def test_the_suite_names_the_fault(cls: type, name: str, seen: str) -> None:
+    short = ["limits.wall_s=2"] if cls is planted.NeverJudges else []
+    try:
+        verdicts = check(spec(cls), [MEMORY, *short])
+    finally:
+        for process in planted.LeavesAProcess.started:
+            process.kill()
+            process.wait(10.0)
+        planted.LeavesAProcess.started.clear()
+    assert list(failures(verdicts)) == [name], table(verdicts)
+    assert seen in failures(verdicts)[name]
+    assert not passed(verdicts)
+    (todo,) = [v.todo for v in verdicts if v.outcome == "failed"]
+    assert todo
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    verdicts = {v.name for v in check(spec(planted.Sound), [MEMORY])}
+    assert {name for name, _ in FAULTS.values()} == verdicts
+
+
+class Unsolved(planted.Sound):
+    """Offers no solver."""
+
+    solver = property()  # type: ignore[assignment]
+
+
+def test_without_a_solver_nothing_is_proved_unless_that_is_allowed() -> None:
+    verdicts = check(spec(Unsolved), [MEMORY])
+    assert {v.name: v.outcome for v in verdicts if v.outcome != "passed"} == {"solver": "skipped"}
+    assert not passed(verdicts)
+    assert passed(verdicts, without_solver=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("no_such_environment", [], "is not known"),
+        ("tests.kit.planted:Soundd", [], "has no `Soundd`"),
+        ("tests.kit.planted:Sound", ["sead=3"], "`environment.sead` is not a setting"),
+        ("tests.kit.planted:Sound", ["sandbox.id=wooden"], "sandbox.id = 'wooden'"),
+        ("tests.kit.planted:Sound", ["limits.turns=3"], "`limits.turns` is not a setting"),
+    ],
+)
+def test_what_cannot_be_had_is_a_config_error(name: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(name, words)
+    assert caught.value.hint
