@@ -82,7 +82,7 @@ def _arguments(name: str, function: Callable[..., Any], texts: dict[str, str]) -
 
 def _schema(name: str, arguments: type[BaseModel]) -> dict[str, Any]:
     try:
-        schema = _plain(arguments.model_json_schema())
+        schema: dict[str, Any] = _plain(arguments.model_json_schema())
     except PydanticUserError as error:
         raise _unfit(name, error) from error
     schema.pop("description", None)

@@ -17,7 +17,8 @@ from harness.task import Score, Split, Task
 from harness.tools import tool
 
 STEMS = {"train": ("apple", "birch", "cedar", "daisy", "elder", "fern"), "heldout": ("grape", "hazel", "iris", "jasmine")}
-FILES = 4
+TASKS, FILES = 1000, 4
+"""Tasks of each split, files of a task."""
 ANSWER_FILE = "largest.txt"
 
 
@@ -26,8 +27,6 @@ class ShellConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     seed: int = 0
-    tasks: int = Field(1000, ge=1)
-    """Of each split."""
     image: str | None = None
     """Container image of every task; None: the sandbox's own."""
     command_s: float = Field(30.0, gt=0)
@@ -47,7 +46,7 @@ class Shell:
     def tasks(self, split: Split) -> Sequence[Task]:
         """Names of files are of one split each."""
         config = self.config
-        return [make_task(split, config.seed, index, config.image) for index in range(config.tasks)]
+        return [make_task(split, config.seed, index, config.image) for index in range(TASKS)]
 
     async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:
         """Write the files."""

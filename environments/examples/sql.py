@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from harness.engines.scripted import Script, call, in_turn
 from harness.protocols import LiveTask, Sandbox, Tool, ToolResult
@@ -23,104 +23,87 @@ from harness.tools import current_turn, tool
 REGIONS = {"train": ("north", "south", "east"), "heldout": ("west", "centre")}
 NAMES = ("Ada", "Bo", "Cem", "Dia", "Eli", "Fay", "Gus", "Hal")
 TABLE = "CREATE TABLE sales (person TEXT, region TEXT, amount INTEGER)"
-MOST_ROWS = 50
+TASKS = 1000
+"""Of each split."""
+MOST_ROWS, MOST_BYTES, QUERY_S = 50, 1_000_000, 2.0
 FIRST_QUERY = 0.1
+READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
 Rows = list[tuple[object, ...]]
 
 
 class SqlConfig(BaseModel):
-    """Options."""
-
     model_config = ConfigDict(extra="forbid")
     seed: int = 0
-    tasks: int = Field(1000, ge=1)
-    """Of each split."""
-    query_s: float = Field(2.0, gt=0)
-    """Seconds of one query."""
 
 
 class Sql:
     """See the module docstring."""
 
     Config = SqlConfig
-    full_reward = 1.0 - FIRST_QUERY
-    """The terminal part; the rest is the turn's."""
 
     def __init__(self, config: SqlConfig) -> None:
         self.config = config
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Regions are of one split each."""
-        return [make_task(split, self.config.seed, index) for index in range(self.config.tasks)]
+        return [make_task(split, self.config.seed, index) for index in range(TASKS)]
 
     async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:
         """Make the database."""
-        return SqlTask(task, self.config.query_s)
+        return SqlTask(task)
 
     def solver(self, task: Task) -> Script:
         """Look, then answer."""
-        answer = f"SELECT person FROM sales WHERE region = '{task.data['region']}' GROUP BY person ORDER BY SUM(amount) DESC LIMIT 1"
-        return in_turn(call("query", sql="SELECT * FROM sales LIMIT 3"), call("submit", sql=answer))
+        answer = f"SELECT person FROM sales WHERE region = '{task.data['region']}' GROUP BY person ORDER BY SUM(amount) DESC"
+        return in_turn(call("query", sql="SELECT * FROM sales LIMIT 3"), call("submit", sql=f"{answer} LIMIT 1"))
 
 
 class SqlTask:
     """One open database."""
 
-    def __init__(self, task: Task, query_s: float) -> None:
-        self._best, self._query_s = task.data["best"], query_s
+    def __init__(self, task: Task) -> None:
+        self._best = task.data["best"]
         self._database = sqlite3.connect(":memory:", check_same_thread=False)
         self._database.execute(TABLE)
         self._database.executemany("INSERT INTO sales VALUES (?, ?, ?)", task.data["sales"])
-        self._database.commit()
-        self._database.execute("PRAGMA query_only = ON")
-        self._database.set_authorizer(_only_reading)
+        self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+        self._database.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READING else sqlite3.SQLITE_DENY)
         self._turns: dict[int, float] = {}
         self._answer: Rows | None = None
         self.tools: Sequence[Tool] = (tool(self.query), tool(self.submit))
 
     async def query(self, sql: str) -> str:
-        """Run a SELECT on the table sales (person, region, amount).
-
-        Args:
-            sql: one SQLite statement
-        """
-        try:
-            rows = await asyncio.to_thread(self._run, sql)
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            return f"error: {error}"
+        """Run a SELECT of SQLite on the table sales (person, region, amount)."""
+        rows = await asyncio.to_thread(self._run, sql)
+        if isinstance(rows, str):
+            return rows
         self._turns = self._turns or {current_turn(): FIRST_QUERY}
         return json.dumps(rows, default=repr)
 
     async def submit(self, sql: str) -> ToolResult:
-        """Hand in the query whose result is the answer.
-
-        Args:
-            sql: one SQLite statement
-        """
-        try:
-            self._answer = await asyncio.to_thread(self._run, sql)
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            return ToolResult(f"error: {error}")
+        """Hand in the query whose result is the answer."""
+        rows = await asyncio.to_thread(self._run, sql)
+        if isinstance(rows, str):
+            return ToolResult(rows)
+        self._answer = rows
         return ToolResult("submitted", done=True)
 
-    def _run(self, sql: str) -> Rows:
-        end = time.monotonic() + self._query_s
+    def _run(self, sql: str) -> Rows | str:
+        """The first rows, or what is wrong with the statement."""
+        end = time.monotonic() + QUERY_S
         self._database.set_progress_handler(lambda: time.monotonic() > end, 10_000)
-        return list(self._database.execute(sql).fetchmany(MOST_ROWS))
+        try:
+            return list(self._database.execute(sql).fetchmany(MOST_ROWS))
+        except (sqlite3.Error, ValueError) as error:  # ValueError: text that is no UTF-8, or holds NUL
+            return f"error: {error}"
 
     async def score(self) -> Score:
         """Compare the rows."""
-        right = self._answer == [(self._best,)]
-        return Score(Sql.full_reward * right, self._turns, {"answer": repr(self._answer)[:200]})
+        return Score((1.0 - FIRST_QUERY) * (self._answer == [(self._best,)]), self._turns)
 
     async def close(self) -> None:
         """Forget the database."""
         self._database.close()
-
-
-def _only_reading(action: int, *_: object) -> int:
-    allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-    return sqlite3.SQLITE_OK if action in allowed else sqlite3.SQLITE_DENY
 
 
 def make_task(split: Split, seed: int, index: int) -> Task:

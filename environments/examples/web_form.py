@@ -8,11 +8,11 @@ from __future__ import annotations
 import html
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from harness.engines.scripted import Script, call, in_turn
 from harness.protocols import LiveTask, Sandbox, Tool
@@ -20,19 +20,15 @@ from harness.task import Score, Split, Task
 from harness.tools import tool
 
 NAMES = {"train": ("Ines", "Jon", "Kim", "Lou"), "heldout": ("Mia", "Noa")}
-REQUEST_S = 10.0
-MOST_CHARACTERS = 4_000
+TASKS, REQUEST_S, MOST_CHARACTERS = 1000, 10.0, 4_000
+GUESTS = tuple("12345678")
 FORM = """<form method="post" action="/book"><input type="hidden" name="token" value="{token}">
 <input name="name"> <input name="guests" type="number" min="1" max="8"> <button>Book</button></form>"""
 
 
 class WebFormConfig(BaseModel):
-    """Options."""
-
     model_config = ConfigDict(extra="forbid")
     seed: int = 0
-    tasks: int = Field(1000, ge=1)
-    """Of each split."""
 
 
 class WebForm:
@@ -45,7 +41,7 @@ class WebForm:
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Names are of one split each."""
-        return [make_task(split, self.config.seed, index) for index in range(self.config.tasks)]
+        return [make_task(split, self.config.seed, index) for index in range(TASKS)]
 
     async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:
         """Start the server."""
@@ -53,22 +49,21 @@ class WebForm:
 
     def solver(self, task: Task) -> Script:
         """Read the form, fill it in, send it."""
-        wanted = {"name": task.data["name"], "guests": str(task.data["guests"]), "token": task.data["token"]}
-        return in_turn(call("get", path="/"), call("post", path="/book", fields=wanted))
+        fields = {key: str(value) for key, value in task.data["wanted"].items()} | {"token": task.data["token"]}
+        return in_turn(call("get", path="/"), call("post", path="/book", fields=fields))
 
 
 class WebFormTask:
     """A server with its bookings, and the client that the tools use."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
-        self._bookings: list[dict[str, Any]] = []
+        self._task, self._bookings = task, list[dict[str, Any]]()
         self.tools: Sequence[Tool] = (tool(self.get), tool(self.post))
 
     async def start(self) -> WebFormTask:
         """Listen."""
         application = web.Application()
-        application.add_routes([web.get("/", self._form), web.post("/book", self._book)])
+        application.add_routes((web.get("/", self._form), web.post("/book", self._book)))
         self._runner = web.AppRunner(application, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -76,21 +71,12 @@ class WebFormTask:
         self._client = aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=aiohttp.ClientTimeout(REQUEST_S))
         return self
 
-    async def get(self, path: str) -> str:
-        """Fetch a page of the restaurant's site.
-
-        Args:
-            path: for example /
-        """
+    async def get(self, path: Annotated[str, "for example /"]) -> str:
+        """Fetch a page of the restaurant's site."""
         return await self._request("GET", path, None)
 
-    async def post(self, path: str, fields: dict[str, str]) -> str:
-        """Send a form.
-
-        Args:
-            path: the form's action
-            fields: values by the names of the form's inputs, hidden ones too
-        """
+    async def post(self, path: str, fields: Annotated[dict[str, str], "values of all inputs, hidden ones too"]) -> str:
+        """Send a form to its action."""
         return await self._request("POST", path, fields)
 
     async def _request(self, method: str, path: str, fields: dict[str, str] | None) -> str:
@@ -106,18 +92,18 @@ class WebFormTask:
         return web.Response(text=FORM.format(token=self._task.data["token"]), content_type="text/html")
 
     async def _book(self, request: web.Request) -> web.Response:
-        sent = {key: str(value) for key, value in (await request.post()).items()}
+        sent = await request.post()
+        name, guests = str(sent.get("name", "")), str(sent.get("guests", ""))
         if sent.get("token") != self._task.data["token"]:
             return web.Response(status=403, text="the token is not the form's")
-        if not (sent.get("guests", "").isdecimal() and 1 <= int(sent["guests"]) <= 8 and sent.get("name")):
+        if not name or guests not in GUESTS:
             return web.Response(status=400, text="a name, and 1 to 8 guests")
-        self._bookings.append({"name": sent["name"], "guests": int(sent["guests"])})
-        return web.Response(text=f"Booked for {html.escape(sent['name'])}.", content_type="text/html")
+        self._bookings.append({"name": name, "guests": int(guests)})
+        return web.Response(text=f"Booked for {html.escape(name)}.", content_type="text/html")
 
     async def score(self) -> Score:
         """1 if the one booking is the wanted one."""
-        wanted = {"name": self._task.data["name"], "guests": self._task.data["guests"]}
-        return Score(float(self._bookings == [wanted]), info={"bookings": len(self._bookings)})
+        return Score(float(self._bookings == [self._task.data["wanted"]]))
 
     async def close(self) -> None:
         """Stop listening."""
@@ -130,5 +116,5 @@ def make_task(split: Split, seed: int, index: int) -> Task:
     rng = random.Random(f"web_form/{split}/{seed}/{index}")
     name, guests = rng.choice(NAMES[split]), rng.randint(1, 8)
     ask = f"Book a table for {guests} under the name {name}. The site's form is at /."
-    data = {"name": name, "guests": guests, "token": f"{rng.getrandbits(64):016x}"}
+    data = {"wanted": {"name": name, "guests": guests}, "token": f"{rng.getrandbits(64):016x}"}
     return Task(f"web_form/{split}/{seed}/{index}", ({"role": "user", "content": ask},), data)

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from harness.config import LimitsConfig
 from harness.configfile import overlay, overrides
-from harness.errors import ConfigError
 from harness.kit import episodes, tasks, trouble
 from harness.kit.play import Subject, subject
 from harness.kit.stalls import stalls
@@ -52,7 +51,10 @@ def check(spec: str, words: Sequence[str] = ()) -> list[Verdict]:
         raise config_error(error, LimitsConfig, "limits") from None
     with _own_temp() as folder:
         run_id = f"check-{os.getpid()}-{folder.name}"
-        return _run(_suite(subject(spec, options, sandbox, limits, folder, run_id)))
+        made = subject(spec, options, sandbox, limits, folder, run_id)
+        if not made.solvable:  # every play is silence
+            made.limits = replace(limits, max_turns=episodes.IDLE_TURNS)
+        return _run(_suite(made))
 
 
 async def _suite(subject: Subject) -> list[Verdict]:

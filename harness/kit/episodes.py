@@ -137,10 +137,10 @@ async def solver(subject: Subject) -> str:
     full = float(getattr(subject.environment, "full_reward", 1.0))
     for played in await alone(subject):
         _sound(subject, played)
-        assert played.episode is not None
-        if played.episode.reward != full:
+        got = _total(played)
+        if not math.isclose(got, full):
             raise Broken(
-                f"the solver gets {played.episode.reward:g} of {full:g} on {played.task.id}: last call {played.notes.last_call}",
+                f"the solver gets {got:g} of {full:g} on {played.task.id}: last call {played.notes.last_call}",
                 "correct `solver` or `score`, or set `full_reward`",
             )
     return f"{full:g} on each of {len(await alone(subject))} tasks"
@@ -151,9 +151,8 @@ async def idle(subject: Subject) -> str:
     for task in _some(subject):
         played = await subject.play(task, in_turn(), max_turns=IDLE_TURNS)
         _sound(subject, played)
-        assert played.episode is not None and played.episode.reward is not None
-        if played.episode.reward + sum(played.notes.score.turn_rewards.values()) > 0:
-            raise Broken(f"saying nothing gets {played.episode.reward:g} on {task.id}", "reward what only work can bring about")
+        if _total(played) > 0:
+            raise Broken(f"saying nothing gets {_total(played):g} on {task.id}", "reward what only work can bring about")
     return f"nothing for silence on {len(_some(subject))} tasks"
 
 
@@ -161,9 +160,9 @@ async def verdict(subject: Subject) -> str:
     """The same play gets the same verdict, a finite one."""
     await owned(subject, "verdict")
     task = _some(subject)[0]
-    for script, what, turns in ((subject.best, "the solver's play", 0), (lambda _: in_turn(), "silence", IDLE_TURNS)):
-        limits = {"max_turns": turns} if turns else {}
-        one, other = [(await subject.play(task, script(task), **limits)) for _ in range(2)]
+    most = subject.limits.max_turns
+    for script, what, turns in ((subject.best, "the solver's play", most), (lambda _: in_turn(), "silence", IDLE_TURNS)):
+        one, other = [await subject.play(task, script(task), max_turns=turns) for _ in range(2)]
         _sound(subject, other)
         if one.verdict != other.verdict:
             raise Broken(f"{what} on {task.id} got {_said(one)}, then {_said(other)}", "judge by the final state alone")
@@ -304,6 +303,11 @@ def _sound(subject: Subject, played: Played) -> None:
     found = diagnosis(played, subject.limits.wall_s)
     if found is not None:
         raise Broken(f"{played.task.id}: {found[1]}", found[2])
+
+
+def _total(played: Played) -> float:
+    """The terminal reward and those of turns."""
+    return float(played.notes.score.reward + sum(played.notes.score.turn_rewards.values()))
 
 
 def _said(played: Played) -> str:

@@ -1,12 +1,8 @@
-"""Checks of what is there before any episode: the options, and the tasks as plain, repeatable data.
-
-`python -m harness.kit.tasks` prints the digests of an environment's tasks, for a look from another process.
-"""
+"""Checks of what is there before any episode: the options, and the tasks as plain, repeatable data."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import sys
@@ -14,14 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from harness.kit.digest import REPEATED, SPLITS, digests
 from harness.kit.play import Subject
 from harness.kit.verdicts import Broken, Check, short
-from harness.registry import plugin_config
-from harness.task import Split, Task
+from harness.task import Task
 
-SPLITS: tuple[Split, ...] = ("train", "heldout")
-REPEATED = 64
-"""Tasks of each split that another process must make the same."""
 COMPARED = 1000
 """Tasks of each split whose ids and contents are compared."""
 CHILD_S = 120.0
@@ -69,7 +62,7 @@ async def plain_tasks(subject: Subject) -> str:
 
 async def repeatable_tasks(subject: Subject) -> str:
     """Another process, with other hashes, makes the same tasks."""
-    here = digests(subject)
+    here = digests(subject.environment)
     there = await _digests_elsewhere(subject)
     for split in SPLITS:
         pairs = list(zip(here[split], there[split], strict=False))
@@ -107,21 +100,6 @@ async def disjoint_splits(subject: Subject) -> str:
 _SEEDED = "draw from random.Random(f'{split}/{seed}/{index}') only: no global random numbers, clock, set order or hash()"
 
 
-def digests(subject: Subject) -> dict[str, Any]:
-    """Sizes of the splits, and a digest of each of the first tasks."""
-    out: dict[str, Any] = {"sizes": {}}
-    for split in SPLITS:
-        made = subject.environment.tasks(split)
-        out["sizes"][split] = len(made)
-        out[split] = [_digest(made[i]) for i in range(min(REPEATED, len(made)))]
-    return out
-
-
-def _digest(task: Task) -> str:
-    text = json.dumps([task.id, list(task.messages), task.data, task.image], sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _content(task: Task) -> str:
     return json.dumps([list(task.messages), task.data, task.image], sort_keys=True, default=repr)
 
@@ -145,7 +123,7 @@ async def _digests_elsewhere(subject: Subject) -> dict[str, Any]:
     own = os.environ.get("PYTHONHASHSEED", "random")
     path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "harness.kit.tasks", subject.spec, json.dumps(subject.options)),
+        *(sys.executable, "-m", "harness.kit.digest", subject.spec, json.dumps(subject.options)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "2" if own == "1" else "1"},
@@ -164,12 +142,6 @@ async def _digests_elsewhere(subject: Subject) -> dict[str, Any]:
     return answer
 
 
-def _main(spec: str, options: str) -> None:
-    cls, made = plugin_config("environment", {"id": spec, **json.loads(options)})
-    bare: Any = None
-    print(json.dumps(digests(Subject(spec, {}, cls(made), bare, bare, bare, bare))))  # noqa: T201
-
-
 CHECKS = (
     Check("config", config),
     Check("plain_tasks", plain_tasks, ("config",)),
@@ -177,6 +149,3 @@ CHECKS = (
     Check("unique_ids", unique_ids, ("plain_tasks", "repeatable_tasks")),
     Check("disjoint_splits", disjoint_splits, ("plain_tasks", "repeatable_tasks")),
 )
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:3])
