@@ -39,6 +39,8 @@ def current_turn() -> int:
 def tool(function: Callable[..., Any]) -> Tool:
     """The tool that a function is. Raises `ConfigError` if its declaration says too little or what no schema can say."""
     name = function.__name__
+    if not NAME.fullmatch(name):
+        raise _wrong(name, "has a name that no model can call", "define it with `def` under a plain name")
     described, texts = _docstring(name, function)
     arguments = _arguments(name, function, texts)
 
@@ -56,8 +58,6 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 def _arguments(name: str, function: Callable[..., Any], texts: dict[str, str]) -> type[BaseModel]:
     """A model with one field per argument, each under a name of its own, so that no argument can be in pydantic's way."""
-    if not NAME.fullmatch(name):
-        raise _wrong(name, "has a name that no model can call", "define it with `def` under a plain name")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:  # names that do not exist, and whatever evaluating an annotation can raise

@@ -59,8 +59,6 @@ class Sql:
 
 
 class SqlTask:
-    """One open database."""
-
     def __init__(self, task: Task) -> None:
         self._best = task.data["best"]
         self._database = sqlite3.connect(":memory:", check_same_thread=False)

@@ -54,8 +54,6 @@ class WebForm:
 
 
 class WebFormTask:
-    """A server with its bookings, and the client that the tools use."""
-
     def __init__(self, task: Task) -> None:
         self._task, self._bookings = task, list[dict[str, Any]]()
         self.tools: Sequence[Tool] = (tool(self.get), tool(self.post))

@@ -41,7 +41,9 @@ def init_environment(name: str, where: Path) -> Path:
 
 def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ConfigError(f"{name!r} cannot name a Python package", hint="use lower-case letters, digits and '_', a letter first")
+        raise ConfigError(
+            f"{name!r} cannot name a Python package", hint="use lower-case letters, digits and '_', a letter first"
+        )
     if name in BUILTIN["environment"]:
         raise ConfigError(f"there is an environment {name!r} already", hint="take another name")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:

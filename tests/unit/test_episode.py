@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from agents.tool_loop import ToolLoop, ToolLoopConfig
 from harness.chat import Chat
 from harness.episode import Episode, Stage, run_episode
 from harness.errors import ConfigError, EngineError, InvariantError, SandboxError
-from harness.protocols import ExecResult, ToolResult
+from harness.protocols import ExecResult, Sandbox, Tool, ToolResult
 from harness.task import Score, Task, Termination
+from harness.tools import current_turn
 from tests.support import (
     USER,
     FnAgent,
     FnEnvironment,
+    NoConfig,
     PlayedEngine,
     Raw,
     WatchedSandbox,
@@ -375,3 +379,52 @@ def test_every_termination_is_either_the_policy_s_or_not() -> None:
         Termination.MAX_TOKENS_PER_TURN,
         Termination.WALL_CLOCK,
     }
+
+
+# --- the end of a live task, and turns -------------------------------------------------------------------------------
+
+
+@dataclass
+class Closable:
+    """A live task that counts how often it was closed."""
+
+    score_hook: Callable[[], Any]
+    closed: int = 0
+    tools: tuple[Tool, ...] = ()
+
+    async def score(self) -> Any:
+        return self.score_hook()
+
+    async def close(self) -> None:
+        self.closed += 1
+        raise OSError("and what it raises there changes no verdict")
+
+
+@dataclass
+class Begins:
+    """An environment of one live task."""
+
+    live: Any
+    Config = NoConfig
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Any:
+        return self.live
+
+
+def _fail() -> Score:
+    raise ValueError("the grader is broken")
+
+
+@pytest.mark.parametrize(("hook", "reward"), [(lambda: Score(1.0), 1.0), (_fail, None)])
+def test_a_live_task_is_closed_once_however_it_ends(chat: Chat, hook: Callable[[], Any], reward: float | None) -> None:
+    live = Closable(hook)
+    stage = stage_of(chat, PlayedEngine(chat, ["hello"]), environment=Begins(live))
+    assert play(stage).reward == reward
+    assert live.closed == 1
+
+
+def test_a_tool_knows_its_turn(chat: Chat) -> None:
+    turns: list[int] = []
+    environment = FnEnvironment(tool_hook=lambda _: ToolResult(str(turns.append(current_turn()))))
+    play(stage_of(chat, PlayedEngine(chat, ["let me see", ACT, ACT + ACT]), agent=LOOP, environment=environment, max_turns=3))
+    assert turns == [1, 2, 2]
