@@ -38,7 +38,7 @@ class McpTools:
     async def connect(
         cls, server: str | Sequence[str], *, sandbox: Sandbox | None = None, call_s: float = 60.0, start_s: float = 60.0
     ) -> McpTools:
-        """Connect to a URL, or start a command (in `sandbox` if given). `call_s` and `start_s`: seconds of a call, of the start.
+        """Connect to a URL, or start a command (in `sandbox` if given). `call_s`, `start_s`: seconds of a call, of the start.
 
         Raises `ConfigError` if `mcp` is not installed or the program does not exist, `EnvironmentFault` if no server answers.
         """

@@ -1,4 +1,4 @@
-"""The tools of a real MCP server: on this machine, in a sandbox, over HTTP; what the model gets wrong, and a server that dies."""
+"""The tools of a real MCP server: on this machine, in a sandbox, over HTTP; bad calls, and a server that dies."""
 
 from __future__ import annotations
 

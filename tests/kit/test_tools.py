@@ -1,4 +1,4 @@
-"""A typed function is a tool: its schema, its arguments checked, its answer; what no schema can say is refused when declared."""
+"""A typed function is a tool: its schema, its arguments checked, its answer; what no schema can say is refused."""
 
 from __future__ import annotations
 
