@@ -17,7 +17,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from harness.chat import Chat
 from harness.engines.scripted import Script, ScriptedEngine, in_turn
 from harness.episode import Episode, Stage, run_episode
-from harness.errors import SaoError
 from harness.kit.watch import Notes, Trouble, WatchedEnvironment, WatchedProvider
 from harness.parsers import hermes
 from harness.protocols import Environment, SandboxProvider
@@ -116,7 +115,7 @@ class Subject:
         else:
             try:
                 played.episode = job.result()
-            except (SaoError, Exception) as error:  # noqa: BLE001 - whatever an environment makes the harness raise
+            except Exception as error:  # noqa: BLE001 - whatever an environment makes the harness raise
                 played.broken = f"{type(error).__name__}: {error}"
         played.turns = sessions[0].turns if sessions else 0
         return played
