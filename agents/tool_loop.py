@@ -1,6 +1,7 @@
 """The smallest agent: call the model, run the native tools it asks for, until one says the task is done.
 
-Where a task has no tools, the first reply is its answer and ends the episode.
+Where a task has no tools, the first reply is its answer and ends the episode. Where it has tools and takes answers
+(`LiveTask.answer`), a reply that calls none is one; where it does not, such a reply is nudged.
 
 A call that is not JSON, names no tool or does not match the tool's schema is answered with an error the model can read; it
 counts as a turn.
@@ -55,7 +56,10 @@ class ToolLoop:
                 return Termination.FINISHED
             messages.append(reply.message())
             if not reply.tool_calls:
-                messages.append({"role": "user", "content": self.config.nudge})
+                answered = await live.answer(reply.content) if hasattr(live, "answer") else ToolResult(self.config.nudge)
+                if answered.done:
+                    return Termination.FINISHED
+                messages.append({"role": "user", "content": answered.content})
             for call in reply.tool_calls:
                 result = await run_tool(live.tools, call)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result.content})

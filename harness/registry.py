@@ -24,6 +24,7 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "toy_repair": "environments.toy_repair.environment:ToyRepair",
         "sums": "environments.sums:Sums",
         "mixture": "environments.mixture:Mixture",
+        "python_tir": "environments.python_tir.environment:PythonTir",
         "swe": "environments.swe.environment:Swe",
         "task_folders": "environments.swe.folder_environment:SweFolders",
     },

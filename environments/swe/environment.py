@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from environments.datasets import split_of
 from environments.swe.grading import Grade, GradingLimits, Outcome, grade, screen
 from environments.swe.patch import Extracted, Reason, extract
 from environments.swe.prepare import prepare
@@ -88,8 +89,6 @@ class Swe:
         return self._tasks[split]
 
     def _load(self) -> dict[Split, list[Task]]:
-        from environments.swe.datasets import split_of
-
         rows = self._rows(self.config.dataset)
         tasks: dict[Split, list[Task]] = {"train": [], "heldout": []}
         if isinstance(self.config.heldout, str):

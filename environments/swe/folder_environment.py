@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from environments.datasets import split_of
 from environments.swe.folder_images import build_command, image_name
 from environments.swe.folders import REWARD_JSON, REWARD_TEXT, TESTS_DIR, FolderTask, load, reward
 from environments.swe.patch import reset
@@ -83,8 +84,6 @@ class SweFolders:
         return self._tasks[split]
 
     def _load(self) -> dict[Split, list[Task]]:
-        from environments.swe.datasets import split_of
-
         folders = load(self.config.path)
         if commands := [command for command in map(build_command, folders) if command]:
             log.info("%d images are to be built before the run, such as: %s", len(commands), commands[0])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -20,6 +21,7 @@ WORDS = (
     'run_tests", "arguments": {', 'read_code", "arguments": {', 'edit", "arguments": {', 'finish", "arguments": {',
     '{"want"', '"want"', '"got"', '"use": ', '"ok": false}', '{"ok": true}', '{"error": "', '", "ok": false}',
     "NameError", "edited", "done", "error: run the tests first", "error: no edit is left", "\n",
+    *(f'"{n}"' for n in NAMES), *(f": {k}, " for k in NUMBERS),
 )  # fmt: skip
 
 TEMPLATE = """\
@@ -35,22 +37,21 @@ tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}<|im_end|>
 {% endif %}"""
 
 
-def build_tokenizer() -> Tokenizer:
+def build_tokenizer(words: Sequence[str] = WORDS) -> Tokenizer:
     """Byte-level base without merges; longest match of the added words first."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    words = [*WORDS, *(f'"{n}"' for n in NAMES), *(f": {k}, " for k in NUMBERS)]
     tokenizer.add_tokens([AddedToken(w, special=False, normalized=False) for w in words])
     return tokenizer
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, words: Sequence[str] = WORDS) -> None:
     """Write the two files that a model folder needs beside its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    build_tokenizer().save(str(folder / "tokenizer.json"))
+    build_tokenizer(words).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from environments.swe import datasets, swebench
-from environments.swe.datasets import load, read, split_files, split_of
+from environments.datasets import read, split_files, split_of
+from environments.swe import swebench
+from environments.swe.datasets import load
 from harness.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def test_three_formats_give_the_same_rows(tmp_path: Path, rows: list[dict[str, A
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     (tmp_path / "a.json").write_text(json.dumps(rows))
     parquet(tmp_path / "a.parquet", rows)
-    loaded = [load(str(tmp_path / f"a{suffix}"))[0] for suffix in datasets.FORMATS]
+    loaded = [load(str(tmp_path / f"a{suffix}"))[0] for suffix in (".jsonl", ".json", ".parquet")]
     assert loaded[0] == loaded[1] == loaded[2]
     assert [row.instance_id for row in loaded[0]] == [row["instance_id"] for row in rows]
 

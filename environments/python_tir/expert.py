@@ -1,0 +1,71 @@
+"""A flawed scripted demonstrator of synthetic level 1, and text that teaches its craft: to copy numbers from here to there.
+
+Flows in: the conversation so far. Flows out: the next assistant text. It calls Python and boxes what that printed, but mostly adds
+by habit, whatever the problem asks. The habit is what RL is to unlearn; the right sign occurs often enough to be reinforced.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+from environments.python_tir.prompt import SYSTEM
+from environments.python_tir.synthetic import OPERATIONS, SMALL
+from harness.errors import ConfigError
+
+RIGHT, HABIT = 0.15, 0.7
+"""Shares of calls that heed the word, and that add; the rest draws any sign."""
+HABITUAL = "+"
+
+_PROBLEM = re.compile(r"What is the ([a-z ]+) of (\d+) and (\d+)\?")
+_RESULT = re.compile(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def call(code: str) -> str:
+    """One call of the tool in the Hermes form."""
+    return f'<tool_call>\n{{"name": "python", "arguments": {{"code": {json.dumps(code)}}}}}\n</tool_call>'
+
+
+def flawed_expert(conversation: str, rng: random.Random) -> str:
+    """The next assistant turn after `conversation`."""
+    if results := _RESULT.findall(conversation):
+        return f"\\boxed{{{results[-1]}}}"
+    problem = _PROBLEM.search(conversation)
+    if problem is None:
+        raise ConfigError("this expert knows synthetic level 1 only", hint="set environment.levels = [1]")
+    signs = [sign for sign, _ in OPERATIONS.values()]
+    draw = rng.random()
+    sign = OPERATIONS[problem[1]][0] if draw < RIGHT else HABITUAL if draw < RIGHT + HABIT else rng.choice(signs)
+    return call(f"{problem[2]} {sign} {problem[3]}")
+
+
+def copying_text(rng: random.Random, level: int) -> list[tuple[str, bool]]:
+    """Pieces of one conversation and whether each carries loss: the numbers do; the signs are any.
+
+    Level 0 is bare: the problem's numbers again, and a result again. Level 1 has the conversation around them.
+    """
+    word, (sign, apply) = rng.choice(list(OPERATIONS)), rng.choice(list(OPERATIONS.values()))
+    b, a = sorted((rng.choice(SMALL), rng.choice(SMALL)))
+    result = str(apply(a, b))
+    problem = f"What is the {word} of {a} and {b}?"
+    if level == 0:
+        return [
+            (problem, False),
+            (f"{a}", True),
+            (f" {sign} ", False),
+            (f"{b}", True),
+            (f"tool\n{result}\\boxed{{", False),
+            (result, True),
+        ]
+    before, after = call("\0").split("\\u0000")
+    opening = f"<|im_start|>system\ntools: python<|im_end|>\n<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{problem}<|im_end|>\n"
+    return [
+        (f"{opening}<|im_start|>assistant\n{before}", False),
+        (f"{a}", True),
+        (f" {sign} ", False),
+        (f"{b}", True),
+        (f"{after}<|im_end|>\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n\\boxed{{", False),
+        (result, True),
+        ("}<|im_end|>", True),
+    ]
