@@ -86,12 +86,12 @@ def right_forms(gold: str) -> Iterator[tuple[str, str]]:
         yield "tfrac", core.replace("\\frac", "\\tfrac")
         if (match := FRACTION.search(core)) and "\\" not in match[1] + match[2]:
             yield "slash", core[: match.start()] + f"(({match[1]})/({match[2]}))" + core[match.end() :]
-    if match := re.fullmatch(r"(-?)\\frac\{(\d+)\}\{(\d+)\}", core):
-        top, bottom = int(match[2]), int(match[3])
-        yield "not reduced", f"{match[1]}\\frac{{{top * 6}}}{{{bottom * 6}}}"
-        yield "plain slash", f"{match[1]}{top}/{bottom}"
+    if found := re.fullmatch(r"(-?)\\frac\{(\d+)\}\{(\d+)\}", core):
+        sign, top, bottom = found[1], int(found[2]), int(found[3])
+        yield "not reduced", f"{sign}\\frac{{{top * 6}}}{{{bottom * 6}}}"
+        yield "plain slash", f"{sign}{top}/{bottom}"
         if 10**6 % bottom == 0:
-            yield "decimal", f"{match[1]}{top / bottom}"
+            yield "decimal", f"{sign}{top / bottom}"
     if re.search(r"[(\[]", core):
         yield "left right", _left_right(core)
     items = _items(core)
@@ -120,8 +120,8 @@ def wrong_forms(gold: str) -> Iterator[tuple[str, str]]:
         yield "with another", f"{value}, {value + 1}"
         yield "n + 1 as fraction", f"\\frac{{{2 * value + 2}}}{{2}}"
         return
-    for match in DIGITS.finditer(core):
-        yield f"digit at {match.start()}", core[: match.start()] + str(int(match[0]) + 1) + core[match.end() :]
+    for digits in DIGITS.finditer(core):
+        yield f"digit at {digits.start()}", core[: digits.start()] + str(int(digits[0]) + 1) + core[digits.end() :]
     if (match := FRACTION.search(core)) and match[1].strip() != match[2].strip():
         yield "swapped", core[: match.start()] + f"\\frac{{{match[2]}}}{{{match[1]}}}" + core[match.end() :]
     items = _items(core)
@@ -187,7 +187,8 @@ def main(files: list[str]) -> None:
     """Print a report per file."""
     for file in files:
         rows, refused = load(file, invalid="skip")
-        print("\n".join([f"{Path(file).name}: {asyncio.run(audit(rows))}", *(f"no row: {reason}" for reason in refused)]))
+        lines = [f"{Path(file).name}: {asyncio.run(audit(rows))}", *(f"no row: {reason}" for reason in refused)]
+        sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The python_tir environment: problems with a boxed answer and a persistent Python.
 
 Flows out: tasks of a data set or of the generator, and verdicts: 1 if the last boxed answer of the agent's last reply is right,
-else 0. The right answer stays here: neither it nor the grader is in the sandbox, and nothing in the sandbox is judged. An episode
-that a limit ends before a reply with an answer has none.
+else 0. The right answer stays here: neither it nor the grader is in the sandbox, and nothing in the sandbox is judged. An
+episode that a limit ends before a reply with an answer has none.
 """
 
 from __future__ import annotations

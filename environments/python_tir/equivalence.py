@@ -1,7 +1,7 @@
 """Whether two written answers say the same: numbers at once, words as words, everything else by math-verify.
 
-Flows in: the right answer and a given one, as they would stand in a box. Flows out: true or false. Pure functions, but an answer may
-take for ever or all memory (`9^{9^{9^9}}`): `judge.py` calls `equivalent` in a process of its own.
+Flows in: the right answer and a given one, as they would stand in a box. Flows out: true or false. Pure functions, but an
+answer may take for ever or all memory (`9^{9^{9^9}}`): `judge.py` calls `equivalent` in a process of its own.
 """
 
 from __future__ import annotations
@@ -39,29 +39,8 @@ UNIT = re.compile(r"(?<=[\d})])\s*\\(?:text|textrm|mathrm|mbox)\s*\{[^{}]*\}(?:\
 TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "log",
-        "exp",
-        "sqrt",
-        "gcd",
-        "lcm",
-        "max",
-        "min",
-        "mod",
-        "deg",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-    ]
+    ("sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "gcd", "lcm", "max", "min", "mod", "deg")
+    + ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh")
 )
 NUMBER = re.compile(
     r"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+(?:\.\d+)?|\.\d+)|(?P<a>\d+)\s*/\s*(?P<c>\d+)|\\frac\s*\{(?P<b>\d+)\}\s*\{(?P<d>\d+)\})"
@@ -91,7 +70,8 @@ def clean(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a plainly written number (`1,234`, `-0.5`, `1/3`, `\\frac{1}{3}`), of a cleaned text; None for anything else."""
+    """The value of a plainly written number (`1,234`, `-0.5`, `1/3`, `\\frac{1}{3}`), of a cleaned text; None for anything
+    else."""
     if grouped := GROUPED.fullmatch(text):
         text = grouped[1] + re.sub("[, ]", "", grouped[2])
     if len(text) > NUMBER_MAX or not (match := NUMBER.fullmatch(text)):

@@ -1,7 +1,8 @@
 """A flawed scripted demonstrator of synthetic level 1, and text that teaches its craft: to copy numbers from here to there.
 
-Flows in: the conversation so far. Flows out: the next assistant text. It calls Python and boxes what that printed, but mostly adds
-by habit, whatever the problem asks. The habit is what RL is to unlearn; the right sign occurs often enough to be reinforced.
+Flows in: the conversation so far. Flows out: the next assistant text. It calls Python and boxes what that printed, but mostly
+adds by habit, whatever the problem asks. The habit is what RL is to unlearn; the right sign occurs often enough to be
+reinforced.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def copying_text(rng: random.Random, level: int) -> list[tuple[str, bool]]:
             (result, True),
         ]
     before, after = call("\0").split("\\u0000")
-    opening = f"<|im_start|>system\ntools: python<|im_end|>\n<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{problem}<|im_end|>\n"
+    tools, told = "<|im_start|>system\ntools: python<|im_end|>\n", f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+    opening = f"{tools}{told}<|im_start|>user\n{problem}<|im_end|>\n"
     return [
         (f"{opening}<|im_start|>assistant\n{before}", False),
         (f"{a}", True),

@@ -1,7 +1,7 @@
 """The verdict on a reply: its last box, judged by `equivalence.py` where that is quick and safe, else in a killable process.
 
-Flows in: the right answer and a reply. Flows out: a `Verdict`. An answer that takes the judge too long or too much memory is the
-policy's doing and wrong; a judge that does not start is a `VerifierFault`.
+Flows in: the right answer and a reply. Flows out: a `Verdict`. An answer that takes the judge too long or too much memory is
+the policy's doing and wrong; a judge that does not start is a `VerifierFault`.
 """
 
 from __future__ import annotations

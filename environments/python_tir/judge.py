@@ -1,8 +1,8 @@
 """The judge's process: it imports the algebra once and forks for each answer, so that no answer can hold or harm it.
 
-Flows in, on standard input: `{"gold": text, "answer": text}` per line. Flows out: "ready" once, then "right", "wrong" or "limit"
-per line: the fork took more than `LIMIT_S` of processor time or `MEMORY` bytes, or crashed. The limit is of processor time: on a
-busy machine a verdict comes later, not otherwise.
+Flows in, on standard input: `{"gold": text, "answer": text}` per line. Flows out: "ready" once, then "right", "wrong" or
+"limit" per line: the fork took more than `LIMIT_S` of processor time or `MEMORY` bytes, or crashed. The limit is of processor
+time: on a busy machine a verdict comes later, not otherwise.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.set_int_max_str_digits(0)
     equivalent(r"\frac{1}{2}", "0.5")  # so that every fork has the libraries
-    print("ready", flush=True)
+    _say("ready")
     for line in sys.stdin:
         question = json.loads(line)
-        print(_in_a_fork(question["gold"], question["answer"]), flush=True)
+        _say(_in_a_fork(question["gold"], question["answer"]))
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(word + "\n")
+    sys.stdout.flush()
 
 
 def _in_a_fork(gold: str, answer: str) -> str:

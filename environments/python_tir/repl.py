@@ -1,8 +1,8 @@
 """A Python that lives as long as its episode: cells in, what the model is shown out.
 
-The program in the sandbox (`repl_program.py`) keeps the cell's limit itself. Here it is started again when it does not answer, has
-ended, or has answered what is no answer: all that is the doing of the code that ran in it. Only a lost sandbox is an error, and a
-Python that does not start in a sandbox that nothing has touched.
+The program in the sandbox (`repl_program.py`) keeps the cell's limit itself. Here it is started again when it does not
+answer, has ended, or has answered what is no answer: all that is the doing of the code that ran in it. Only a lost sandbox is
+an error, and a Python that does not start in a sandbox that nothing has touched.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""The Python of an episode, as it runs in the sandbox: a supervisor that speaks the protocol, a forked worker that runs the cells.
+"""The Python of an episode, as it runs in the sandbox: a supervisor that speaks the protocol, a forked worker that runs the
+cells.
 
 Flows in, on standard input: `{"cell": n, "code": text, "seconds": limit}` per line. Flows out: `{"ready": true}` once, then for
-each cell `{"cell": n, "output": text, "end": how, "why": text}`. `end` is "ok", "error" (a traceback is the last of the output),
-"interrupted" (at the limit; the state is kept), "killed" (it went on after that) or "died" (`why` names exit code or signal);
-after the last two the next cell has a new worker without state.
+each cell `{"cell": n, "output": text, "end": how, "why": text}`. `end` is "ok", "error" (a traceback is the last of the
+output), "interrupted" (at the limit; the state is kept), "killed" (it went on after that) or "died" (`why` names exit code or
+signal); after the last two the next cell has a new worker without state.
 
-The worker has the null device as input and one pipe as output and errors, so that what its subprocesses write is captured too. The
-supervisor reads that pipe to the end and keeps the first and the last `HALF` bytes. The worker holds none of the protocol's
-descriptors. This file is sent to the sandbox as text: standard library, Python 3.8 and later.
+The worker has the null device as input and one pipe as output and errors, so that what its subprocesses write is captured
+too. The supervisor reads that pipe to the end and keeps the first and the last `HALF` bytes. The worker holds none of the
+protocol's descriptors. This file is sent to the sandbox as text: standard library, Python 3.8 and later.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import linecache
 import os
@@ -50,7 +52,7 @@ class Capture:
         if not gap:
             return (self._head + self._tail).decode("utf-8", "replace")
         head, tail = self._head.decode("utf-8", "replace"), self._tail.decode("utf-8", "replace")
-        return "%s\n[... %d bytes left out ...]\n%s" % (head, gap, tail)
+        return f"{head}\n[... {gap} bytes left out ...]\n{tail}"
 
 
 # --- the supervisor --------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Worker:
         capture.add(self._read())
         for descriptor in (self._code, self._done, self._output):
             os.close(descriptor)
-        why = "signal %d" % (self._status & 0x7F) if self._status & 0x7F else "exit code %d" % (self._status >> 8)
+        why = f"signal {self._status & 0x7F}" if self._status & 0x7F else f"exit code {self._status >> 8}"
         return {"output": capture.text(), "end": end, "why": why}
 
     def end(self) -> None:
@@ -124,10 +126,8 @@ class Worker:
 
     def _signal(self, number: int) -> None:
         for kill, target in ((os.killpg, self.pid), (os.kill, self.pid)):
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(target, number)
-            except (ProcessLookupError, PermissionError):
-                pass
 
     def _read(self) -> bytes:
         try:
@@ -177,10 +177,8 @@ def _become_worker(code: int, done: int, output: int) -> None:
             os.dup2(descriptor, number)
         for number in range(3, max(code, done, output, null) + 1):
             if number not in (code, done):
-                try:
+                with contextlib.suppress(OSError):
                     os.close(number)
-                except OSError:
-                    pass
         _prefer_for_memory()
         _run_cells(code, done)
     finally:
@@ -202,8 +200,10 @@ def _run_cells(code: int, done: int) -> None:
     sys.modules["__main__"] = main
     sys.argv = [""]
     sys.path.insert(0, "")
-    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # type: ignore[misc]
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = open(number, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     with open(code, "rb") as requests:
         for line in requests:
             request = json.loads(line)
@@ -219,7 +219,7 @@ def _run_cells(code: int, done: int) -> None:
 
 
 def _run_cell(number: int, code: str, space: dict[str, object]) -> bytes:
-    name = "<cell %d>" % number
+    name = f"<cell {number}>"
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     try:
         tree = ast.parse(code, name)
@@ -236,36 +236,32 @@ def _run_cell(number: int, code: str, space: dict[str, object]) -> bytes:
             result = eval(value, space)
             if result is not None:
                 space["_"] = result
-                print(repr(result))
+                sys.stdout.write(repr(result) + "\n")
     except SystemExit as end:
-        _print("SystemExit: %s\n" % end.code)
+        _print(f"SystemExit: {end.code}\n")
         return b"error"
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever a cell raises is its output
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _print_error(error, error.__traceback__ and error.__traceback__.tb_next)
         return b"error"
     finally:
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(Exception):
                 stream.flush()
-            except Exception:
-                pass
     return b"ok"
 
 
 def _print_error(error: BaseException, trace: types.TracebackType | None) -> None:
     try:
         text = "".join(traceback.format_exception(type(error), error, trace))
-    except Exception:
-        text = "%s\n" % type(error).__name__
+    except Exception:  # noqa: BLE001 - an error whose text raises
+        text = f"{type(error).__name__}\n"
     _print(text)
 
 
 def _print(text: str) -> None:
-    try:
+    with contextlib.suppress(Exception):
         sys.stdout.flush()
-    except Exception:
-        pass
     data = text.encode("utf-8", "backslashreplace")
     while data:
         data = data[os.write(2, data) :]

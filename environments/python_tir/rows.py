@@ -45,7 +45,8 @@ class MathRow(BaseModel):
 def load(
     source: str, *, split: str = "train", revision: str | None = None, invalid: Literal["error", "skip"] = "error"
 ) -> tuple[list[MathRow], list[str]]:
-    """Valid rows of a file or of a hub data set, and why each other row was refused: an error at once, unless `invalid` is "skip".
+    """Valid rows of a file or of a hub data set, and why each other row was refused: an error at once, unless `invalid` is
+    "skip".
 
     The same problem with the same answer twice is kept once.
     """

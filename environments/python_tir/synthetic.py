@@ -1,13 +1,13 @@
 """Generated problems of graded difficulty, for models from tiny to small. Every answer is an integer.
 
-Flows out: `Task`s. A task is a pure function of (split, seed, levels, index). A hash of the problem's text decides its split, so the
-splits share no problem, whatever the seeds.
+Flows out: `Task`s. A task is a pure function of (split, seed, levels, index). A hash of the problem's text decides its split,
+so the splits share no problem, whatever the seeds.
 
     1  one operation on two numbers, named by a word   What is the product of 7 and 12?
     2  two operations                                  What is the sum of 31 and 18, multiplied by 6?
     3  number theory of larger numbers                 What is the greatest common divisor of 1368 and 912?
     4  a power with a modulus                          What is the remainder when 317^245 is divided by 1009?
-    5  counting by search                              How many integers from 1 to 4000 are divisible by 7 or 12 but not by both?
+    5  counting by search                              How many integers from 1 to 4000 are divisible by 7 or 12 but not both?
     6  sums over a condition                           What is the sum of all primes p < 3000 with p = 3 mod 7?
 """
 
