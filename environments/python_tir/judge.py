@@ -23,7 +23,7 @@ def main() -> None:
     """Serve until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.set_int_max_str_digits(0)
-    equivalent(r"\frac{1}{2}", "0.5")  # so that every fork has the libraries
+    equivalent("x", "y")  # so that every fork has the libraries
     _say("ready")
     for line in sys.stdin:
         question = json.loads(line)

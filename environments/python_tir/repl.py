@@ -8,6 +8,7 @@ an error, and a Python that does not start in a sandbox that nothing has touched
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from importlib import resources
 from typing import Literal
 
@@ -67,6 +68,8 @@ class Repl:
         except Lost as lost:
             await self.close()
             self.restarts += 1
+            with contextlib.suppress(Lost):  # the code may have removed Python; where the sandbox is lost, this raises
+                await self._open()
             return f"[Python {lost}; state lost]"
         self.restarts += end.end in ("killed", "died")
         return shown(end, self._cell_s)
@@ -79,10 +82,14 @@ class Repl:
 
     async def _open(self) -> None:
         self._stream = await self._sandbox.spawn((self._python, "-I", "-c", PROGRAM))
-        async with _within(START_S):
-            first = await self._line()
-        if first.strip() != b'{"ready": true}':
-            raise Lost(f"said {first[:200].decode(errors='replace')!r}")
+        try:
+            async with _within(START_S):
+                first = await self._line()
+            if first.strip() != b'{"ready": true}':
+                raise Lost(f"said {first[:200].decode(errors='replace')!r}")
+        except Lost:
+            await self.close()
+            raise
 
     async def _ask(self, code: str) -> CellEnd:
         assert self._stream is not None
