@@ -72,8 +72,7 @@ def test_state_values_and_errors(kind: str) -> None:
 @real
 def test_output_of_every_way_in_its_order(kind: str) -> None:
     async def story(repl: Repl, _: Sandbox) -> None:
-        code = "import os, sys\nprint('one')\nos.system('echo two; echo three >&2')\nos.write(1, b'four\\n')\nsys.stderr.write('five\\n');"
-        assert await repl.run(code + "os.write(2, b'\\xff')") == "one\ntwo\nthree\nfour\nfive\n\ufffd1"
+        assert await repl.run(EVERY_WAY) == "one\ntwo\nthree\nfour\nfive\n\ufffd1"
 
     with_repl(kind, story)
 
@@ -150,6 +149,14 @@ def test_a_fork_that_returns_from_its_cell_ends(kind: str) -> None:
     with_repl(kind, story)
 
 
+EVERY_WAY = r"""
+import os, sys
+print("one")
+os.system("echo two; echo three >&2")
+os.write(1, b"four\n")
+sys.stderr.write("five\n")
+os.write(2, b"\xff")
+"""
 LIST_OPEN = """
 import subprocess
 print(subprocess.run(["ls", "/proc/self/fd"], capture_output=True, text=True).stdout)
