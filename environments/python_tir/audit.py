@@ -81,6 +81,7 @@ def right_forms(gold: str) -> Iterator[tuple[str, str]]:
         if abs(value) >= 1000:
             yield "commas", f"{value:,}"
             yield "LaTeX commas", f"{value:,}".replace(",", "{,}")
+        return
     if "frac{" in core:
         yield "dfrac", core.replace("\\frac", "\\dfrac")
         yield "tfrac", core.replace("\\frac", "\\tfrac")

@@ -36,6 +36,7 @@ LINK = re.compile(
     r"\s*,?\s*(?:\\(?:text|textrm|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z]))\s*"
 )
 UNIT = re.compile(r"(?<=[\d})])\s*\\(?:text|textrm|mathrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?[23]\}?)?\s*\Z")
+NAMED = re.compile(r"\A[a-zA-Z]\s*=\s*")
 TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 FUNCTIONS = frozenset(
@@ -97,8 +98,8 @@ def plain(gold: str, answer: str) -> bool | None:
     gold, answer = clean(gold), clean(answer)
     if gold.replace(" ", "") == answer.replace(" ", ""):
         return True
-    stripped = UNIT.sub("", answer)
-    right, given = number(gold), number(stripped)
+    right, stripped = number(gold), NAMED.sub("", UNIT.sub("", answer))
+    given = number(stripped)
     if right is not None and given is not None and (right == given or right.denominator == 1 or "." not in stripped):
         return right == given
     if wordy(gold):
@@ -124,9 +125,14 @@ def equivalent(gold: str, answer: str) -> bool:
 
 def _parse(text: str) -> Any:
     """The sympy form of the whole text, or None."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
-    config = [LatexExtractionConfig(boxed_match_priority=-1)]
+    # Without its units: to it the `m` of `2 - 2m` is a metre.
+    normal = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+    )
+    config = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=normal)]
     found = parse(f"${text}$", config, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
     return found[0] if found else None
 
