@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -21,8 +22,9 @@ from queue import LifoQueue
 from typing import IO
 
 from environments.python_tir.equivalence import plain
-from harness.errors import VerifierFault
+from harness.errors import ConfigError, VerifierFault
 
+INSTALL = 'pip install "math-verify>=0.9,<0.10" antlr4-python3-runtime==4.13.2'
 JUDGES = 2
 START_S = 120.0
 WALL_S = 60.0
@@ -58,6 +60,8 @@ class Grader:
     """Judges answers; its processes start with the first that needs one, and end with this process."""
 
     def __init__(self, judges: int = JUDGES) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("answers are judged by math-verify, which is missing", hint=INSTALL)
         self._threads = ThreadPoolExecutor(judges, thread_name_prefix="python_tir-judge")
         self._idle: LifoQueue[Judge | None] = LifoQueue()
         for _ in range(judges):

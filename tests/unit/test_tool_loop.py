@@ -223,6 +223,18 @@ def test_a_turn_without_a_call_is_nudged_and_counts(chat: Chat) -> None:
     assert "call something!" in chat.decode(engine.requests[1].token_ids)
 
 
+def test_a_task_that_takes_answers_says_which_reply_is_one(chat: Chat) -> None:
+    class Asking(Live):
+        async def answer(self, text: str) -> ToolResult:
+            self.calls.append(text)
+            return ToolResult("in a box, please", done="box" in text)
+
+    live, engine = Asking(), PlayedEngine(chat, ["42", ACT + "box", "box 42", "more"])
+    end = asyncio.run(LOOP.run(Task("t", (USER,)), live, None, session_of(chat, engine), Limits()))  # type: ignore[arg-type]
+    assert (end, live.calls, len(engine.requests)) == (Termination.FINISHED, ["42", "act", "box 42"], 3)
+    assert "in a box, please" in chat.decode(engine.requests[1].token_ids)
+
+
 @pytest.mark.parametrize("reply", ["42", "", ACT])
 def test_a_task_without_tools_ends_with_the_first_reply(chat: Chat, reply: str) -> None:
     live, engine, sandbox = Live(), PlayedEngine(chat, [reply]), MemorySandbox()
