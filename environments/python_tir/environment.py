@@ -19,6 +19,7 @@ from environments.python_tir.prompt import SYSTEM
 from environments.python_tir.repl import Repl
 from environments.python_tir.rows import MathRow, load
 from environments.python_tir.synthetic import LEVELS, SyntheticTasks
+from harness.engines.scripted import Script, in_turn
 from harness.protocols import LiveTask, Sandbox, Tool, ToolResult
 from harness.task import Score, Split, Task
 
@@ -107,6 +108,10 @@ class PythonTir:
         await repl.start()
         return PythonTirTask(task, repl, self._grader)
 
+    def solver(self, task: Task) -> Script:
+        """The answer."""
+        return in_turn(f"\\boxed{{{task.data['answer']}}}")
+
 
 class PythonTirTask:
     """One problem."""
@@ -128,12 +133,15 @@ class PythonTirTask:
 
     async def score(self) -> Score:
         """1 if the answer is right."""
-        await self._repl.close()
         info: dict[str, Any] = {"cells": self._cells, "restarts": self._repl.restarts}
         if self._answer is None:
             return Score(0.0, info={**info, "graded_by": "no answer"})
         verdict = await self._grader.grade(self._task.data["answer"], self._answer)
         return Score(float(verdict.correct), info={**info, "graded_by": verdict.by})
+
+    async def close(self) -> None:
+        """End Python."""
+        await self._repl.close()
 
 
 def task_of(row: MathRow) -> Task:

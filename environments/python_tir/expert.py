@@ -7,12 +7,12 @@ reinforced.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 
 from environments.python_tir.prompt import SYSTEM
 from environments.python_tir.synthetic import OPERATIONS, SMALL
+from harness.engines.scripted import call
 from harness.errors import ConfigError
 
 RIGHT, HABIT = 0.15, 0.7
@@ -21,11 +21,6 @@ HABITUAL = "+"
 
 _PROBLEM = re.compile(r"What is the ([a-z ]+) of (\d+) and (\d+)\?")
 _RESULT = re.compile(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", re.DOTALL)
-
-
-def call(code: str) -> str:
-    """One call of the tool in the Hermes form."""
-    return f'<tool_call>\n{{"name": "python", "arguments": {{"code": {json.dumps(code)}}}}}\n</tool_call>'
 
 
 def flawed_expert(conversation: str, rng: random.Random) -> str:
@@ -38,7 +33,7 @@ def flawed_expert(conversation: str, rng: random.Random) -> str:
     signs = [sign for sign, _ in OPERATIONS.values()]
     draw = rng.random()
     sign = OPERATIONS[problem[1]][0] if draw < RIGHT else HABITUAL if draw < RIGHT + HABIT else rng.choice(signs)
-    return call(f"{problem[2]} {sign} {problem[3]}")
+    return call("python", code=f"{problem[2]} {sign} {problem[3]}")
 
 
 def copying_text(rng: random.Random, level: int) -> list[tuple[str, bool]]:
@@ -59,7 +54,7 @@ def copying_text(rng: random.Random, level: int) -> list[tuple[str, bool]]:
             (f"tool\n{result}\\boxed{{", False),
             (result, True),
         ]
-    before, after = call("\0").split("\\u0000")
+    before, after = call("python", code="\0").split("\\u0000")
     tools, told = "<|im_start|>system\ntools: python<|im_end|>\n", f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
     opening = f"{tools}{told}<|im_start|>user\n{problem}<|im_end|>\n"
     return [

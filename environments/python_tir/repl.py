@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from importlib import resources
 from typing import Literal
 
@@ -93,7 +94,7 @@ class Repl:
 
     async def _ask(self, code: str) -> CellEnd:
         assert self._stream is not None
-        request = CellRequest(cell=self._cells, code=code, seconds=self._cell_s).model_dump_json().encode()
+        request = json.dumps({"cell": self._cells, "code": code, "seconds": self._cell_s}).encode()  # ASCII
         async with _within(self._cell_s + MARGIN_S):
             try:
                 await self._stream.write(request + b"\n")
@@ -119,14 +120,6 @@ class Repl:
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
         return line
-
-
-class CellRequest(BaseModel):
-    """What the program is asked."""
-
-    cell: int
-    code: str
-    seconds: float
 
 
 def shown(end: CellEnd, cell_s: float) -> str:

@@ -139,9 +139,11 @@ class WatchedTask:
             self.score_s = notes.score_s = limit
         self.tools = tuple(replace(tool, call=self._watched(tool.name, tool.call)) for tool in live.tools)
         notes.tools = [tool.schema() for tool in self.tools]
+        if hasattr(live, "answer"):
+            self.answer = self._watched("answer", live.answer)
 
-    def _watched(self, name: str, call: Callable[[dict[str, Any]], Awaitable[ToolResult]]) -> Any:
-        async def watched_call(arguments: dict[str, Any]) -> ToolResult:
+    def _watched(self, name: str, call: Callable[[Any], Awaitable[ToolResult]]) -> Any:
+        async def watched_call(arguments: Any) -> ToolResult:
             text = repr(arguments)
             self._notes.last_call = f"{name}({text if len(text) < 80 else text[:77] + '...'})"
             self._notes.phase = "tool"

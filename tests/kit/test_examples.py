@@ -36,6 +36,12 @@ def test_an_example_keeps_the_contract(name: str, words: list[str]) -> None:
     assert passed(verdicts), table(verdicts)
 
 
+@pytest.mark.parametrize(("name", "words"), [("sums", ["sandbox.id=memory"]), ("toy_repair", []), ("python_tir", [])])
+def test_our_own_keep_it_too(name: str, words: list[str]) -> None:
+    verdicts = check(name, words)
+    assert passed(verdicts), table(verdicts)
+
+
 def test_examples_are_short() -> None:
     assert len(FILES) == 3
     assert all(len(path.read_text().splitlines()) < 120 for path in FILES)
