@@ -15,7 +15,7 @@ from environments.python_tir.synthetic import OPERATIONS, SMALL
 from harness.engines.scripted import call
 from harness.errors import ConfigError
 
-RIGHT, HABIT = 0.15, 0.7
+RIGHT, HABIT = 0.3, 0.5
 """Shares of calls that heed the word, and that add; the rest draws any sign."""
 HABITUAL = "+"
 
@@ -37,11 +37,14 @@ def flawed_expert(conversation: str, rng: random.Random) -> str:
 
 
 def copying_text(rng: random.Random, level: int) -> list[tuple[str, bool]]:
-    """Pieces of one conversation and whether each carries loss: the numbers do; the signs are any.
+    """Pieces of one conversation and whether each carries loss: the numbers do.
 
-    Level 0 is bare: the problem's numbers again, and a result again. Level 1 has the conversation around them.
+    Level 0 is bare: the problem in Python, with the right sign, which carries loss too, and the result again. Level 1 has the
+    conversation around them, and any sign: which one to take there is what RL is to teach.
     """
-    word, (sign, apply) = rng.choice(list(OPERATIONS)), rng.choice(list(OPERATIONS.values()))
+    word, (sign, apply) = rng.choice(list(OPERATIONS.items()))
+    if level > 0:
+        sign, apply = rng.choice(list(OPERATIONS.values()))
     b, a = sorted((rng.choice(SMALL), rng.choice(SMALL)))
     result = str(apply(a, b))
     problem = f"What is the {word} of {a} and {b}?"
@@ -49,7 +52,7 @@ def copying_text(rng: random.Random, level: int) -> list[tuple[str, bool]]:
         return [
             (problem, False),
             (f"{a}", True),
-            (f" {sign} ", False),
+            (f" {sign} ", True),
             (f"{b}", True),
             (f"tool\n{result}\\boxed{{", False),
             (result, True),
