@@ -1,4 +1,4 @@
-"""In which order tasks are drawn: each source by its weight, and within a source in shuffled epochs without replacement.
+"""In which order tasks are drawn: each source by its weight, and within a source in epochs without replacement.
 
 Flows in: a task sequence, a seed, how many were drawn before. Flows out: indices into the sequence; the n-th one is a pure
 function of (sequence, seed, n), so that a resumed run goes on where it was.
@@ -48,15 +48,16 @@ def turns(shares: Sequence[Share]) -> Iterator[int]:
 
 
 class TaskOrder:
-    """Draws without end."""
+    """Draws without end. A stream (its attribute `ordered` is true) is drawn in its order, unless `shuffled` is asked for."""
 
-    def __init__(self, tasks: Sequence[Any], seed: int, drawn: int = 0) -> None:
+    def __init__(self, tasks: Sequence[Any], seed: int, drawn: int = 0, *, shuffled: bool = False) -> None:
         self._shares = shares_of(tasks)
         self._starts = [0, *accumulate(share.size for share in self._shares)]
         self._turns = turns(self._shares)
         self._had = [0] * len(self._shares)
         self._epochs: list[tuple[int, list[int]]] = [(-1, [])] * len(self._shares)
         self._seed = seed
+        self._shuffled = shuffled or not getattr(tasks, "ordered", False)
         for turn in islice(self._turns, drawn):
             self._had[turn] += 1
         self.drawn = drawn
@@ -67,7 +68,8 @@ class TaskOrder:
         epoch, offset = divmod(self._had[turn], size)
         if epoch != self._epochs[turn][0]:
             order = list(range(size))
-            random.Random(f"{self._seed}/{epoch}/{turn}" if turn else f"{self._seed}/{epoch}").shuffle(order)
+            if self._shuffled:
+                random.Random(f"{self._seed}/{epoch}/{turn}" if turn else f"{self._seed}/{epoch}").shuffle(order)
             self._epochs[turn] = epoch, order
         self._had[turn] += 1
         self.drawn += 1

@@ -181,6 +181,9 @@ class Environment(Protocol):
         """All tasks of a split; may be a lazy sequence. The splits share no task.
 
         A sequence with an attribute `shares` (`harness.order.Share`) mixes several sources, which are drawn by weight.
+
+        A sequence whose attribute `ordered` is true is a stream: RL and value pre-training draw it in its order, from its
+        beginning, instead of shuffled. What a task asks for may then depend on when it comes.
         """
         ...
 

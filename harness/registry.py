@@ -25,6 +25,7 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "sums": "environments.sums:Sums",
         "mixture": "environments.mixture:Mixture",
         "python_tir": "environments.python_tir.environment:PythonTir",
+        "online_writing": "environments.online_writing.environment:OnlineWriting",
         "swe": "environments.swe.environment:Swe",
         "task_folders": "environments.swe.folder_environment:SweFolders",
     },

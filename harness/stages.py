@@ -86,7 +86,7 @@ async def _demonstrations(run: Run, chat: Chat) -> list[Path]:
     engine = ScriptedEngine(chat, load_object(settings.script), run.config.seed)
     stage = await run.demonstrator(engine, chat, settings.sandbox.table())
     tasks = run.tasks("train")
-    order = TaskOrder(tasks, run.config.seed)
+    order = TaskOrder(tasks, run.config.seed, shuffled=True)
     chosen = [next(order) for _ in range(settings.episodes)]
     done = run.ledger.done("demonstration")
     await collect(
@@ -133,7 +133,7 @@ async def pretrain_value(run: Run) -> Path | None:
 
 
 async def _value_data(run: Run) -> list[Path]:
-    """Episodes of the initial policy on training tasks, one per task while they last."""
+    """Episodes of the initial policy on training tasks, one per task while they last; of a stream, on its first tasks."""
     settings = run.config.value
     assert settings is not None
     tasks = run.tasks("train")

@@ -1,0 +1,33 @@
+"""A scripted writer for the warm start of tier A: it likes each candidate equally well, and one piece in five is flawed.
+
+Flows in: the text of the prompt. Flows out: a reply. RL is to learn which style is preferred, and to write without flaws.
+"""
+
+from __future__ import annotations
+
+import random
+
+from environments.online_writing.symbols import CHOICES, PLAIN_WORDS, STYLE_WORDS, TOPICS
+
+FLAWED = 0.2
+"""Share of the replies that leave out the topic."""
+STYLE, OTHER, PLAIN = 0.55, 0.08, 0.37
+"""What a word is: of the chosen style, of another one, plain."""
+LENGTHS = range(8, 15)
+"""Words between the chosen style and the end."""
+TOPIC_PLACES = 2
+"""The topic is one of the first so many of them: a place that a tiny policy learns soon."""
+
+
+def flawed_writer(conversation: str, rng: random.Random) -> str:
+    """The reply to `conversation`."""
+    asked = conversation.split()
+    choice = rng.choice([word for word in asked if word in CHOICES])
+    topic = next(word for word in asked if word in TOPICS)
+    own = [word for word, style in STYLE_WORDS.items() if style == CHOICES[choice]]
+    other = [word for word in STYLE_WORDS if word not in own]
+    kinds = rng.choices([own, other, PLAIN_WORDS], [STYLE, OTHER, PLAIN], k=rng.choice(LENGTHS))
+    words = [rng.choice(kind) for kind in kinds]
+    if rng.random() >= FLAWED:
+        words[rng.randrange(TOPIC_PLACES)] = topic
+    return " ".join([choice, *words])

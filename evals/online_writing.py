@@ -1,0 +1,3 @@
+from evals.heldout import evaluate
+def by_style(episodes):
+    return evaluate(episodes)
