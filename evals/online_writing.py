@@ -118,6 +118,7 @@ def _numbers(arms: dict[str, list[Curve]]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, runs in arms.items():
+        advantages = [run.advantage for run in runs], [run.abs_advantage for run in runs]
         for n in range(min(len(run.phases) for run in runs)):
             phases = [run.phases[n] for run in runs]
             start, style = runs[0].starts[n], runs[0].styles[n]
@@ -128,12 +129,16 @@ def _numbers(arms: dict[str, list[Curve]]) -> str:
             reached = [lag for lag in lags if lag is not None]
             lag = "-" if n == 0 else f"{np.mean(reached):.0f}" if reached else "never"
             never = f" ({len(lags) - len(reached)} never)" if n and 0 < len(reached) < len(lags) else ""
-            lines.append(
-                f"| {arm} | {len(runs)} | {n + 1} {style} | {_spread([p.area for p in phases], 1)} | "
-                f"{_spread([p.lowest for p in phases])} | {lag}{never} | {_spread([p.plateau for p in phases])} | "
-                f"{_number(_mean(before))}, {_number(_mean(after))} | {_number(_mean([_mean(r.advantage[window]) for r in runs]))}, "
-                f"{_number(_mean([_mean(r.abs_advantage[window]) for r in runs]))} |"
-            )
+            cells = [
+                f"{n + 1} {style}",
+                _spread([p.area for p in phases], 1),
+                _spread([p.lowest for p in phases]),
+                lag + never,
+                _spread([p.plateau for p in phases]),
+                f"{_number(_mean(before))}, {_number(_mean(after))}",
+                ", ".join(_number(_mean([_mean(a[window]) for a in of])) for of in advantages),
+            ]
+            lines.append(f"| {arm} | {len(runs)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_heldout(arms)])
 
 
