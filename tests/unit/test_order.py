@@ -92,3 +92,18 @@ def test_an_empty_source_is_named() -> None:
         TaskOrder(range(0), 0)
     with pytest.raises(ConfigError, match="'s1' has no task"):
         TaskOrder(Several((3, 1.0), (0, 1.0)), 0)
+
+
+class Stream(Several):
+    """A sequence that is drawn in its order."""
+
+    ordered = True
+
+
+def test_a_stream_is_drawn_in_its_order_unless_it_is_to_be_shuffled() -> None:
+    tasks = Stream((7, 1.0))
+    order, resumed, shuffled = TaskOrder(tasks, 5), TaskOrder(tasks, 5, 9), TaskOrder(tasks, 5, shuffled=True)
+    assert [next(order) for _ in range(14)] == [*range(7), *range(7)]
+    assert next(resumed) == 2
+    drawn = [next(shuffled) for _ in range(7)]
+    assert sorted(drawn) == list(range(7)) and drawn != list(range(7))

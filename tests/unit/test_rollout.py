@@ -17,7 +17,7 @@ from harness.episode import Stage
 from harness.errors import ConfigError, InfrastructureError, InvariantError
 from harness.ledger import Ledger
 from harness.protocols import GenerateRequest, Generation
-from harness.rollout import Clock, capacity, collect
+from harness.rollout import Clock, Rollout, capacity, collect
 from harness.task import Task, Termination
 from harness.trajectory import Trajectory
 from tests.support import FnAgent, FnEnvironment, PlayedEngine, WatchedSandboxes, run_virtual, stage_of
@@ -103,6 +103,22 @@ def test_capacity_by_hand(arguments: dict[str, Any], expected: int) -> None:
 
 
 # --- task order ------------------------------------------------------------------------------------------------------
+
+
+class Tasks(list[Task]):
+    """A list that may say that it is a stream."""
+
+    ordered: bool
+
+
+def test_a_stream_is_played_in_its_order(chat: Chat, ledger: Ledger) -> None:
+    work = job(chat, ledger, concurrency=16, eta=1.0, batch=8, size=100)
+    tasks = Tasks(work.rollout._tasks)
+    tasks.ordered = True
+    work.rollout = Rollout(work.stage, tasks, ledger, work.clock, work.limits, 3, 1)
+    run_virtual(work.run(6))
+    played = [row[0] for row in ledger._db.execute("SELECT task_index FROM episodes ORDER BY rowid")]
+    assert played == list(range(len(played))) and len(played) >= 48
 
 
 def test_the_prompts_of_an_epoch_are_each_dispatched_once(chat: Chat, ledger: Ledger) -> None:
