@@ -7,6 +7,7 @@ another `id` replaces the one below, since the old one's options mean nothing to
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def dump_config(config: Config) -> str:
 
 
 def _is_override(word: str) -> bool:
-    return "=" in word and not Path(word).is_file()
+    return "=" in word and not os.path.isfile(word)  # Path.is_file raises for a value longer than a file name
 
 
 def _read(word: str | Path) -> dict[str, Any]:

@@ -170,6 +170,11 @@ def test_overrides_that_are_none(base: Path, override: str) -> None:
     refused(base, override)
 
 
+def test_a_value_may_be_longer_than_a_file_name(base: Path) -> None:
+    nudge = "x" * 300
+    assert load_config([base, f"agent.nudge={nudge}"]).agent.table()["nudge"] == nudge
+
+
 def test_override_syntax(base: Path) -> None:
     config = load_config(
         base,
