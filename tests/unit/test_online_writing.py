@@ -26,7 +26,7 @@ from harness.engines.scripted import ScriptedEngine
 from harness.episode import Episode, run_episode
 from harness.errors import ConfigError
 from harness.registry import plugin_config
-from harness.rollout import TaskOrder
+from harness.order import TaskOrder
 from harness.task import Split, Task, Termination
 from tests.support import PlayedEngine, Raw, memory, stage_of
 
@@ -64,12 +64,12 @@ def test_the_preference_switches_after_150_and_300_batches_of_16(index: int, pha
 
 def test_training_draws_the_stream_in_its_order_from_any_point() -> None:
     stream = tasks("train", phases=[phase.model_dump() | {"episodes": 5} for phase in PHASES])
-    order = TaskOrder.of(stream, seed=3)
+    order = TaskOrder(stream, seed=3)
     drawn = [next(order) for _ in range(20)]
     assert drawn == [*range(15), *range(5)], "behind the last phase it begins again"
-    resumed = TaskOrder.of(stream, 3, drawn=7)
+    resumed = TaskOrder(stream, 3, drawn=7)
     assert [next(resumed) for _ in range(13)] == drawn[7:]
-    shuffled = TaskOrder.of(tasks("heldout"), seed=3)
+    shuffled = TaskOrder(tasks("heldout"), seed=3)
     assert [next(shuffled) for _ in range(20)] != list(range(20)), "what is no stream is shuffled"
 
 
