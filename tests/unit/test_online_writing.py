@@ -25,8 +25,8 @@ from harness.configfile import load_config
 from harness.engines.scripted import ScriptedEngine
 from harness.episode import Episode, run_episode
 from harness.errors import ConfigError
-from harness.registry import plugin_config
 from harness.order import TaskOrder
+from harness.registry import plugin_config
 from harness.task import Split, Task, Termination
 from tests.support import PlayedEngine, Raw, memory, stage_of
 
