@@ -12,9 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from environments.python_tir import tokenizer
-from environments.python_tir.expert import copying_text, flawed_expert
+from environments.python_tir.expert import HABIT, RIGHT, copying_text, flawed_expert
 from environments.python_tir.prompt import SYSTEM
 from environments.python_tir.synthetic import LEVELS, OPERATIONS, SyntheticTasks, make_task
+from harness.configfile import load_config
 from harness.errors import ConfigError
 from harness.task import Split
 
@@ -82,11 +83,27 @@ def test_the_demonstrator_is_flawed_as_it_should_be() -> None:
         assert found is not None
         signs[found[2]] += 1
         right += found[2] == OPERATIONS[re.search(r"the (.+?) of", problem)[1]][0]  # type: ignore[index]
-    assert signs["+"] / 2000 == pytest.approx(0.75, abs=0.05)
-    assert right / 2000 == pytest.approx(0.15 + 0.7 / 6 + 0.15 / 6, abs=0.05)
+    assert signs["+"] / 2000 == pytest.approx(HABIT + (1 - HABIT) / 6, abs=0.05)
+    assert right / 2000 == pytest.approx(RIGHT + (1 - RIGHT) / 6, abs=0.05)
     assert flawed_expert("<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n15<|im_end|>\n", rng) == "\\boxed{15}"
     with pytest.raises(ConfigError, match="level 1 only"):
         flawed_expert("What else?", rng)
+
+
+def test_the_skill_text_shows_the_right_sign_only_where_nobody_talks() -> None:
+    rng = random.Random(1)
+    for level in (0, 1):
+        heeded = 0
+        for _ in range(300):
+            text = "".join(piece for piece, _ in copying_text(rng, level))
+            word, a, b = re.search(r"What is the (.+?) of (\d+) and (\d+)", text).groups()  # type: ignore[union-attr]
+            heeded += f"{a} {OPERATIONS[word][0]} {b}" in text
+        assert heeded / 300 == 1.0 if level == 0 else heeded / 300 == pytest.approx(1 / 6, abs=0.08)
+
+
+def test_its_configuration_is_valid() -> None:
+    config = load_config([Path(__file__).parents[2] / "configs/tir-synthetic.toml"])
+    assert (config.environment.id, config.agent.id, config.steps) == ("python_tir", "tool_loop", 40)
 
 
 def test_the_tiny_tokenizer_has_a_token_for_every_word_and_number(tmp_path: Path) -> None:
