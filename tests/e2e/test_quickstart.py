@@ -33,7 +33,7 @@ CONFIG = "configs/quickstart.toml"
 
 def finished(folder: Path, *overrides: str) -> Path:
     """Run to the end; the run folder."""
-    done = sao("train", CONFIG, f"run_dir={folder}", *SMALL, *overrides)
+    done = sao("train", CONFIG, f"run_dir={folder}", *overrides)
     assert done.returncode == 0, done.stderr
     (run,) = folder.iterdir()
     return run
@@ -41,7 +41,7 @@ def finished(folder: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished(tmp_path_factory.mktemp("runs"), f"steps={STEPS}")
+    return finished(tmp_path_factory.mktemp("runs"), *SMALL, f"steps={STEPS}")
 
 
 def test_it_learns(trained: Path) -> None:
@@ -78,7 +78,8 @@ def test_weights_change_while_episodes_run(trained: Path) -> None:
 
 @pytest.mark.parametrize("control", ["flip_sign", "shuffle_rewards"])
 def test_controls_do_not_learn(control: str, trained: Path, tmp_path: Path) -> None:
-    run = finished(tmp_path, f"steps={STEPS}", f"algorithm.control={control}")
+    taught = ["eval.tasks=96", "value=false", f"critic.init={trained}/critic"]
+    run = finished(tmp_path, *taught, f"steps={STEPS}", f"algorithm.control={control}")
     before = summary(trained)["heldout"]["before"]["success"]
     after = summary(run)["heldout"]["after"]["success"]
     assert after <= before + 0.2, "a control must not improve: three standard errors of a difference of two times 96 tasks"
@@ -87,7 +88,8 @@ def test_controls_do_not_learn(control: str, trained: Path, tmp_path: Path) -> N
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
-    job = Training(CONFIG, f"run_dir={tmp_path}", *SMALL, "steps=10", "trainer.checkpoint_every=3")
+    few = ["value.episodes=24", "value.epochs=1", "eval.tasks=8", *ANY_CRITIC]
+    job = Training(CONFIG, f"run_dir={tmp_path}", *few, "steps=10", "trainer.checkpoint_every=3")
     yield job
     if job.process.poll() is None:
         job.process.kill()
@@ -177,7 +179,7 @@ def test_the_same_job_in_real_containers(tmp_path: Path) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    run = finished(tmp_path, "steps=2", "trainer.ranks=2", "eval.tasks=16", "sandbox.id=memory")
+    run = finished(tmp_path, *SMALL, "steps=2", "trainer.ranks=2", "eval.tasks=16", "sandbox.id=memory")
     assert_closed(run, 2, 32)
     assert metrics(run)[-1]["version"] == 2
 
