@@ -1,7 +1,7 @@
 """The smallest agent: call the model, run the native tools it asks for, until one says the task is done.
 
 Where a task has no tools, the first reply is its answer and ends the episode. Where it has tools and takes answers
-(`LiveTask.answer`), a reply that calls none is one; where it does not, such a reply is nudged.
+(`LiveTask.on_reply`), a reply that calls none is one; where it does not, such a reply is nudged.
 
 A call that is not JSON, names no tool or does not match the tool's schema is answered with an error the model can read; it
 counts as a turn.
@@ -56,7 +56,7 @@ class ToolLoop:
                 return Termination.FINISHED
             messages.append(reply.message())
             if not reply.tool_calls:
-                answered = await live.answer(reply.content) if hasattr(live, "answer") else ToolResult(self.config.nudge)
+                answered = await live.on_reply(reply.content) if hasattr(live, "on_reply") else ToolResult(self.config.nudge)
                 if answered.done:
                     return Termination.FINISHED
                 messages.append({"role": "user", "content": answered.content})

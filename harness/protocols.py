@@ -148,7 +148,7 @@ ANSWER = "answer.txt"
 class LiveTask(Protocol):
     """A task set up in a sandbox: its tools, and the verdict at the end.
 
-    A coroutine `answer(text) -> ToolResult`, where there is one, takes a reply that calls no tool: unless it is done, its
+    A coroutine `on_reply(text) -> ToolResult`, where there is one, takes a reply that calls no tool: unless it is done, its
     content is the next message to the model. Such an answer comes from the agent alone: nothing in the sandbox can change it.
 
     An attribute `score_s: float`, where there is one, is how long `score` may take, in seconds; else the episode's own limit.

@@ -126,7 +126,7 @@ class PythonTirTask:
         self._cells += 1
         return ToolResult(await self._repl.run(arguments["code"]))
 
-    async def answer(self, text: str) -> ToolResult:
+    async def on_reply(self, text: str) -> ToolResult:
         """Take a reply that calls no tool: it ends the episode if it has an answer."""
         self._answer = last_boxed(text)
         return ToolResult(NO_ANSWER) if self._answer is None else ToolResult("", done=True)

@@ -139,8 +139,8 @@ class WatchedTask:
             self.score_s = notes.score_s = limit
         self.tools = tuple(replace(tool, call=self._watched(tool.name, tool.call)) for tool in live.tools)
         notes.tools = [tool.schema() for tool in self.tools]
-        if hasattr(live, "answer"):
-            self.answer = self._watched("answer", live.answer)
+        if hasattr(live, "on_reply"):
+            self.on_reply = self._watched("on_reply", live.on_reply)
 
     def _watched(self, name: str, call: Callable[[Any], Awaitable[ToolResult]]) -> Any:
         async def watched_call(arguments: Any) -> ToolResult:

@@ -225,7 +225,7 @@ def test_a_turn_without_a_call_is_nudged_and_counts(chat: Chat) -> None:
 
 def test_a_task_that_takes_answers_says_which_reply_is_one(chat: Chat) -> None:
     class Asking(Live):
-        async def answer(self, text: str) -> ToolResult:
+        async def on_reply(self, text: str) -> ToolResult:
             self.calls.append(text)
             return ToolResult("in a box, please", done="box" in text)
 
