@@ -13,13 +13,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from harness.book import read_book
+from harness.engines.scripted import Script
 from harness.errors import ConfigError, SandboxError
 from harness.order import Share
 from harness.protocols import Environment, LiveTask, Sandbox
-from harness.registry import plugin_config
+from harness.registry import environment, plugin_config
 from harness.task import Split, Task
 
 
@@ -37,6 +38,18 @@ class Part(BaseModel):
     """A run folder. Training tasks of which it has episodes are kept only if their share of successes lies in `keep`."""
     keep: tuple[float, float] = (0.05, 0.95)
 
+    @property
+    def table(self) -> dict[str, Any]:
+        """The environment's own."""
+        return {"id": self.id, **(self.model_extra or {})}
+
+    @field_validator("pass_rates")
+    @classmethod
+    def _a_run(cls, folder: str | None) -> str | None:
+        if folder is not None and not (Path(folder) / "ledger.sqlite").is_file():
+            raise ValueError("no run folder: it has no ledger")
+        return folder
+
     @model_validator(mode="after")
     def _named(self) -> Part:
         self.name = self.name or self.id.rpartition(":")[2]
@@ -53,7 +66,9 @@ class MixtureConfig(BaseModel):
     parts: list[Part] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _once(self) -> MixtureConfig:
+    def _sound(self) -> MixtureConfig:
+        for number, part in enumerate(self.parts):
+            plugin_config("environment", part.table, prefix=f"environment.parts.{number}")
         names = [part.name for part in self.parts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two parts are called {twice[0]!r}: give one of them another `name`")
@@ -70,8 +85,9 @@ class Mixture:
         self._parts: dict[str, Environment] = {}
         for number, part in enumerate(config.parts):
             where = f"environment.parts.{number}"
-            made, options = plugin_config("environment", {"id": part.id, **(part.model_extra or {})}, prefix=where)
-            self._parts[part.name] = made(options)
+            self._parts[part.name] = environment(part.table, prefix=where)
+        if all(hasattr(made, "solver") for made in self._parts.values()):
+            self.solver = self._solver
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """The parts' tasks, one part after another."""
@@ -98,13 +114,19 @@ class Mixture:
 
     async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:
         """As the part does."""
-        environment, own = self.part(task)
-        return await environment.begin(own, sandbox)
+        made, own = self.part(task)
+        return await made.begin(own, sandbox)
+
+    def _solver(self, task: Task) -> Script:
+        """As the part does."""
+        made, own = self.part(task)
+        script: Script = made.solver(own)  # type: ignore[attr-defined]
+        return script
 
     async def rejoin(self, task: Task, sandbox: Sandbox, state: Any) -> LiveTask:
         """As the part does, if it can."""
-        environment, own = self.part(task)
-        if (rejoin := getattr(environment, "rejoin", None)) is None:
+        made, own = self.part(task)
+        if (rejoin := getattr(made, "rejoin", None)) is None:
             raise SandboxError(f"{task.id}: its environment takes up no task that another process has begun")
         live: LiveTask = await rejoin(own, sandbox, state)
         return live

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, SaoError
 
 Kind = Literal["environment", "agent", "sandbox", "evaluation", "loss", "advantage"]
 
@@ -113,6 +113,20 @@ def plugin_config(kind: Kind, table: dict[str, Any], prefix: str = "") -> tuple[
         return cls, cls.Config(**options)
     except ValidationError as error:
         raise config_error(error, cls.Config, prefix=prefix or kind) from None
+
+
+def environment(table: dict[str, Any], prefix: str = "") -> Any:
+    """The environment that a table describes. What its constructor raises is a `ConfigError` that names it."""
+    cls, options = plugin_config("environment", table, prefix)
+    try:
+        return cls(options)
+    except SaoError:
+        raise
+    except Exception as error:  # a stranger's constructor may raise anything
+        raise ConfigError(
+            f"environment {table['id']!r} cannot be made: {type(error).__name__}: {error}",
+            hint="its constructor takes one argument, the Config; what it reads must exist",
+        ) from error
 
 
 def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:

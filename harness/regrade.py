@@ -18,6 +18,7 @@ from harness.episode import boundary
 from harness.errors import ConfigError, InfrastructureError, VerifierFault
 from harness.ledger import Judged, Ledger
 from harness.protocols import SandboxProvider
+from harness.registry import environment as made
 from harness.registry import plugin_config
 from harness.rundir import RunDir
 from harness.task import Score, Split, Task
@@ -51,8 +52,7 @@ async def regrade(path: Path, *, concurrency: int, limit: int | None = None) -> 
 
 
 async def _regrade(folder: RunDir, config: Config, ledger: Ledger, concurrency: int, limit: int | None) -> list[Verdict]:
-    environment_class, options = plugin_config("environment", config.environment.table())
-    environment = environment_class(options)
+    environment = made(config.environment.table())
     if not hasattr(environment, "regrade"):
         raise ConfigError(
             f"`environment.id` = {config.environment.id!r} cannot judge stored artifacts",

@@ -27,7 +27,7 @@ from harness.learner import Learner
 from harness.ledger import Ledger
 from harness.parsers import PARSERS
 from harness.protocols import Agent, Environment, InferenceEngine, SandboxProvider
-from harness.registry import plugin_config
+from harness.registry import environment, plugin_config
 from harness.rundir import RunDir
 from harness.session import TokenSession
 from harness.task import Split, Task
@@ -43,8 +43,7 @@ class Run:
         self.ledger = Ledger(folder.path)
         self.generation = self.ledger.get("generation", 0) + 1
         self.ledger.put("generation", self.generation)
-        environment, options = plugin_config("environment", config.environment.table())
-        self.environment: Environment = environment(options)
+        self.environment: Environment = environment(config.environment.table())
         self.model = folder.path / "model" if config.model.path is None else Path(config.model.path)
         self.engine: InferenceEngine
         self.learner: Learner

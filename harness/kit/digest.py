@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from harness.protocols import Environment
-from harness.registry import plugin_config
+from harness.registry import environment
 from harness.task import Split, Task
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -16,13 +16,13 @@ REPEATED = 64
 """Tasks of each split that two processes must make the same."""
 
 
-def digests(environment: Environment) -> dict[str, Any]:
+def digests(made: Environment) -> dict[str, Any]:
     """`sizes` of the splits, and by split a digest of each of the first tasks."""
     out: dict[str, Any] = {"sizes": {}}
     for split in SPLITS:
-        made = environment.tasks(split)
-        out["sizes"][split] = len(made)
-        out[split] = [_digest(made[i]) for i in range(min(REPEATED, len(made)))]
+        tasks = made.tasks(split)
+        out["sizes"][split] = len(tasks)
+        out[split] = [_digest(tasks[i]) for i in range(min(REPEATED, len(tasks)))]
     return out
 
 
@@ -32,8 +32,7 @@ def _digest(task: Task) -> str:
 
 
 def _main(spec: str, options: str) -> None:
-    cls, config = plugin_config("environment", {"id": spec, **json.loads(options)})
-    print(json.dumps(digests(cls(config))))  # noqa: T201
+    print(json.dumps(digests(environment({"id": spec, **json.loads(options)}))))  # noqa: T201
 
 
 if __name__ == "__main__":

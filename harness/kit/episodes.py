@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from harness.engines.scripted import in_turn
+from harness.errors import SaoError
 from harness.kit.leaks import holdings, left_since
 from harness.kit.play import Played, Subject
 from harness.kit.rubbish import TEXTS, rubbish_calls
@@ -56,7 +57,8 @@ async def _begun(subject: Subject, task: Task) -> Notes:
     except TimeoutError:
         raise Broken(f"task {task.id} has not begun in {subject.limits.wall_s:g} s", "bound every wait in `begin`") from None
     except Exception as error:
-        raise Broken(f"`begin` raised {type(error).__name__}: {short(error)}", "mend it") from error
+        todo = (error.hint if isinstance(error, SaoError) else "") or "mend it"
+        raise Broken(f"`begin` raised {type(error).__name__}: {short(error)}", todo) from error
     finally:
         await sandbox.close()
     return notes

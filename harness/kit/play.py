@@ -20,7 +20,7 @@ from harness.episode import Episode, Stage, run_episode
 from harness.kit.watch import Notes, Trouble, WatchedEnvironment, WatchedProvider
 from harness.parsers import hermes
 from harness.protocols import Environment, SandboxProvider
-from harness.registry import plugin_config
+from harness.registry import environment, plugin_config
 from harness.session import TokenSession
 from harness.task import Limits, Split, Task
 
@@ -123,12 +123,10 @@ class Subject:
 
 def subject(spec: str, options: dict[str, Any], sandbox: dict[str, Any], limits: Limits, folder: Path, run_id: str) -> Subject:
     """Validate the names and options. Raises `ConfigError`. `folder`: an empty one, for the tokenizer."""
-    cls, config = plugin_config("environment", {"id": spec, **options})
+    made = environment({"id": spec, **options})
     provider, provider_config = plugin_config("sandbox", sandbox)
     agent, agent_config = plugin_config("agent", {"id": "tool_loop"})
-    return Subject(
-        spec, options, cls(config), provider(provider_config, run_id), byte_chat(folder), limits, agent(agent_config)
-    )
+    return Subject(spec, options, made, provider(provider_config, run_id), byte_chat(folder), limits, agent(agent_config))
 
 
 def byte_chat(folder: Path, special: Sequence[str] = SPECIAL) -> Chat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from harness.episode import Episode
 from harness.errors import ConfigError, SandboxError
 from harness.ledger import Ledger, Slot
 from harness.order import TaskOrder, first
-from harness.registry import plugin_config
+from harness.registry import environment, plugin_config
 from harness.sandboxes.memory import MemorySandboxes
 from harness.task import Termination
 from harness.telemetry import Telemetry
@@ -87,6 +88,13 @@ def test_what_the_table_may_not_say(parts: list[dict[str, Any]], message: str) -
         mixture(*parts)
 
 
+def test_it_has_a_solver_if_all_parts_have(tmp_path: Path) -> None:
+    made = mixture(SUMS, REPAIR)
+    task = made.tasks("train")[0]
+    assert made.solver(task)("", random.Random(0)) == str(task.data["answer"])
+    assert not hasattr(mixture(SUMS, {"id": "tests.unit.test_mixture:Nothing"}), "solver")
+
+
 def test_a_parts_own_faults_are_named_with_their_place() -> None:
     with pytest.raises(ConfigError, match=r"environment\.parts\.1\.levels"):
         mixture(REPAIR, {"id": "sums", "levels": [77]})
@@ -105,6 +113,26 @@ class Nothing:
 
     def tasks(self, split: str) -> list[Any]:
         return []
+
+
+class NoRoom:
+    """An environment whose constructor takes nothing."""
+
+    Config = NoConfig
+
+
+class NoFile(Nothing):
+    """An environment that reads a file when it is made."""
+
+    def __init__(self, config: NoConfig) -> None:
+        Path("/nowhere/data.json").read_text()
+
+
+@pytest.mark.parametrize(("name", "message"), [("NoRoom", "TypeError"), ("NoFile", "FileNotFoundError: .*/nowhere/data.json")])
+def test_an_environment_that_cannot_be_made_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"test_mixture:{name}' cannot be made: {message}") as error:
+        environment({"id": f"tests.unit.test_mixture:{name}"})
+    assert error.value.hint
 
 
 def test_an_empty_part_is_named() -> None:
@@ -144,8 +172,8 @@ def test_tasks_that_were_too_easy_or_too_hard_are_left_out(tmp_path: Path) -> No
 
 
 def test_a_filter_that_leaves_nothing_or_reads_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no ledger"):
-        mixture({**SUMS, "pass_rates": str(tmp_path)}).tasks("train")
+    with pytest.raises(ConfigError, match=r"`environment\.parts\.0\.pass_rates`.*has no ledger"):
+        mixture({**SUMS, "pass_rates": str(tmp_path)})
     plain = mixture(SUMS).tasks("train")
     record(tmp_path, {task.id: [1.0] for task in plain}).close()
     with pytest.raises(ConfigError, match="part 'sums': no training task"):
