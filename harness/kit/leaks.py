@@ -17,6 +17,8 @@ HARNESS = str(Path(__file__).resolve().parents[1])
 SETTLE_S = 5.0
 """How long what is ending may take."""
 LISTENING = "0A"
+POOLS = ("asyncio_", "ThreadPoolExecutor", "docker_")
+"""Names of threads that wait for work, of the event loop's and of the Docker engine's clients; there may be more of them later."""
 
 
 def holdings() -> set[str]:
@@ -25,7 +27,7 @@ def holdings() -> set[str]:
     threads = {
         f"thread {thread.name}"
         for thread in threading.enumerate()
-        if not thread.daemon and not thread.name.startswith(("asyncio_", "ThreadPoolExecutor"))
+        if not thread.daemon and not thread.name.startswith(POOLS)
     }
     return temporary | threads | _tasks() | _processes() | _files()
 

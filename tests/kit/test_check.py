@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from harness.errors import ConfigError
 from harness.kit.check import as_json, check, passed, table
+from harness.kit.leaks import holdings
 from harness.kit.verdicts import Verdict
 from tests.kit import planted
 
@@ -113,3 +115,11 @@ def test_what_cannot_be_had_is_a_config_error(name: str, words: list[str], messa
     with pytest.raises(ConfigError, match=message) as caught:
         check(name, words)
     assert caught.value.hint
+
+
+def test_a_pool_that_grows_is_no_leak() -> None:
+    before = holdings()
+    with ThreadPoolExecutor(1, thread_name_prefix="docker") as ours, ThreadPoolExecutor(1, thread_name_prefix="mine") as theirs:
+        ours.submit(int).result(10.0)
+        theirs.submit(int).result(10.0)
+        assert holdings() - before == {"thread mine_0"}
