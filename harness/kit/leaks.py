@@ -18,16 +18,14 @@ SETTLE_S = 5.0
 """How long what is ending may take."""
 LISTENING = "0A"
 POOLS = ("asyncio_", "ThreadPoolExecutor", "docker_")
-"""Names of threads that wait for work, of the event loop's and of the Docker engine's clients; there may be more of them later."""
+"""Threads that wait for work, the event loop's and the Docker engine's clients: there may be more of them later."""
 
 
 def holdings() -> set[str]:
     """One line per thing."""
     temporary = {f"temporary file {name}" for name in os.listdir(tempfile.gettempdir()) if not name.startswith("sao-")}
     threads = {
-        f"thread {thread.name}"
-        for thread in threading.enumerate()
-        if not thread.daemon and not thread.name.startswith(POOLS)
+        f"thread {thread.name}" for thread in threading.enumerate() if not thread.daemon and not thread.name.startswith(POOLS)
     }
     return temporary | threads | _tasks() | _processes() | _files()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tempfile
@@ -118,8 +119,11 @@ def test_what_cannot_be_had_is_a_config_error(name: str, words: list[str], messa
 
 
 def test_a_pool_that_grows_is_no_leak() -> None:
-    before = holdings()
-    with ThreadPoolExecutor(1, thread_name_prefix="docker") as ours, ThreadPoolExecutor(1, thread_name_prefix="mine") as theirs:
-        ours.submit(int).result(10.0)
-        theirs.submit(int).result(10.0)
-        assert holdings() - before == {"thread mine_0"}
+    async def grown() -> set[str]:
+        before = holdings()
+        with ThreadPoolExecutor(1, thread_name_prefix="docker") as ours, ThreadPoolExecutor(1, "mine") as theirs:
+            ours.submit(int).result(10.0)
+            theirs.submit(int).result(10.0)
+            return holdings() - before
+
+    assert asyncio.run(grown()) == {"thread mine_0"}
