@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -21,7 +21,7 @@ from harness.errors import ConfigError, SandboxError
 from harness.order import Share
 from harness.protocols import Environment, LiveTask, Sandbox
 from harness.registry import environment, plugin_config
-from harness.task import Split, Task
+from harness.task import LazyTasks, Split, Task
 
 
 class Part(BaseModel):
@@ -132,28 +132,18 @@ class Mixture:
         return live
 
 
-class Mixed(Sequence[Task]):
+class Mixed(LazyTasks):
     """The tasks of several parts, one part after another; `shares` says how many are whose, and how often to draw them."""
 
     def __init__(self, parts: Iterable[tuple[Part, Sequence[Task]]]) -> None:
         self._parts = list(parts)
         self.shares = [Share(part.name, len(tasks), part.weight) for part, tasks in self._parts]
         self._ends = list(accumulate(share.size for share in self.shares))
+        super().__init__(self._ends[-1])
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        at = index + len(self) if index < 0 else index
-        if not 0 <= at < len(self):
-            raise IndexError(index)
-        number = bisect(self._ends, at)
+    def make(self, index: int) -> Task:
+        """See `LazyTasks`."""
+        number = bisect(self._ends, index)
         part, tasks = self._parts[number]
-        task = tasks[at - self._ends[number] + len(tasks)]
+        task = tasks[index - self._ends[number] + len(tasks)]
         return replace(task, id=f"{part.name}/{task.id}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 Split = Literal["train", "heldout"]
 
@@ -78,3 +80,28 @@ class Score:
     info: dict[str, Any] = field(default_factory=dict)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     """Files by name that the run folder keeps beside the trajectory, such as the patch that was graded."""
+
+
+class LazyTasks(Sequence[Task]):
+    """A split whose tasks are made when they are asked for: `size` of them, number `index` by `make`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    @abstractmethod
+    def make(self, index: int) -> Task:
+        """Task number `index`, from 0; the same whenever it is asked for."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(index)
+        return self.make(index % self.size)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from environments.online_writing import symbols, texts
 from environments.online_writing.verdict import Style
-from harness.task import Split, Task
+from harness.task import LazyTasks, Split, Task
 
 Form = Literal["symbols", "texts"]
 
@@ -76,23 +76,14 @@ def make_task(form: Form, split: Split, seed: int, index: int, phases: Sequence[
     )
 
 
-class WritingTasks(Sequence[Task]):
-    """A lazy split. The training split is `ordered` (`harness.protocols.Environment.tasks`)."""
+class WritingTasks(LazyTasks):
+    """A split. The training split is `ordered` (`harness.protocols.Environment.tasks`)."""
 
     def __init__(self, form: Form, split: Split, seed: int, phases: Sequence[Phase], size: int) -> None:
-        self.form, self.split, self.seed, self.phases, self.size = form, split, seed, phases, size
+        super().__init__(size)
+        self.form, self.split, self.seed, self.phases = form, split, seed, phases
         self.ordered = split == "train"
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        return make_task(self.form, self.split, self.seed, index % self.size, self.phases)
+    def make(self, index: int) -> Task:
+        """See `LazyTasks`."""
+        return make_task(self.form, self.split, self.seed, index, self.phases)

@@ -18,10 +18,9 @@ import math
 import operator
 import random
 from collections.abc import Callable, Sequence
-from typing import overload
 
 from environments.python_tir.prompt import SYSTEM
-from harness.task import Split, Task
+from harness.task import LazyTasks, Split, Task
 
 HELD_OUT = 0.2
 """Share of the problems that only evaluation asks."""
@@ -105,22 +104,13 @@ def make_task(split: Split, seed: int, levels: Sequence[int], index: int) -> Tas
     return Task(name, messages, {"answer": str(answer), "source": "synthetic", "level": str(level)})
 
 
-class SyntheticTasks(Sequence[Task]):
-    """A lazy split of `size` tasks."""
+class SyntheticTasks(LazyTasks):
+    """A split."""
 
     def __init__(self, split: Split, seed: int, levels: Sequence[int], size: int) -> None:
-        self._split, self._seed, self._levels, self._size = split, seed, levels, size
+        super().__init__(size)
+        self.split, self.seed, self.levels = split, seed, levels
 
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(index)
-        return make_task(self._split, self._seed, self._levels, index % self._size)
+    def make(self, index: int) -> Task:
+        """See `LazyTasks`."""
+        return make_task(self.split, self.seed, self.levels, index)

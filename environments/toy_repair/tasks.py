@@ -7,10 +7,8 @@ argument names: one pair in five is kept for the held-out split, so no held-out 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import overload
 
-from harness.task import Split, Task
+from harness.task import LazyTasks, Split, Task
 
 NAMES = "abcdefghijkl"
 NUMBERS = range(12)
@@ -80,22 +78,13 @@ def make_task(split: Split, seed: int, index: int) -> Task:
     )
 
 
-class ToyTasks(Sequence[Task]):
-    """A lazy split of `size` tasks."""
+class ToyTasks(LazyTasks):
+    """A split."""
 
     def __init__(self, split: Split, seed: int, size: int) -> None:
-        self.split, self.seed, self.size = split, seed, size
+        super().__init__(size)
+        self.split, self.seed = split, seed
 
-    def __len__(self) -> int:
-        return self.size
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(index)
-        return make_task(self.split, self.seed, index % self.size)
+    def make(self, index: int) -> Task:
+        """See `LazyTasks`."""
+        return make_task(self.split, self.seed, index)
