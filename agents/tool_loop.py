@@ -51,12 +51,13 @@ class ToolLoop:
         schemas = [tool.schema() for tool in live.tools]
         for _ in range(limits.max_turns):
             reply = await session.complete(messages, schemas)
-            if not schemas:
+            talks = hasattr(live, "on_reply")
+            if not schemas and not talks:
                 await sandbox.write(ANSWER, reply.content.encode())
                 return Termination.FINISHED
             messages.append(reply.message())
             if not reply.tool_calls:
-                answered = await live.on_reply(reply.content) if hasattr(live, "on_reply") else ToolResult(self.config.nudge)
+                answered = await live.on_reply(reply.content) if talks else ToolResult(self.config.nudge)
                 if answered.done:
                     return Termination.FINISHED
                 messages.append({"role": "user", "content": answered.content})

@@ -72,6 +72,8 @@ class EngineConfig(Section):
     """Sequences decoded together, by the embedded engine or by each vLLM replica."""
     threads: int = Field(1, ge=1)
     """CPU threads of the embedded engine."""
+    noise: float = Field(0.0, ge=0)
+    """Standard deviation of noise on the embedded engine's logits, nats: an engine unlike the trainer, for experiments."""
     start_s: float = Field(300.0, gt=0)
     """Seconds that a start may take."""
     vllm: VllmConfig | None = None
@@ -85,6 +87,8 @@ class RolloutConfig(Section):
     """Episodes in flight at most."""
     eta: float = Field(8.0, ge=0)
     """Staleness budget in trainer steps: running + queued <= (eta + 1) * batch. 0 is synchronous."""
+    publish_every: int = Field(1, ge=1)
+    """Policy steps between publications of new weights; more than 1 delays them."""
     max_attempts: int = Field(3, ge=1)
     """Tries of a task whose episode was lost to infrastructure."""
     tool_calls: Literal["hermes", "qwen3_coder", "glm", "plain_json"] = "hermes"
@@ -212,7 +216,6 @@ class SftConfig(Section):
     corpus_mix: float = Field(0.3, ge=0)
     """Weight of the skill text beside the demonstrations."""
     corpus_mix_levels: list[int] = []
-    corpus_mix_batch: int = Field(16, ge=1)
     observation_weight: float = Field(0.0, ge=0)
     """Loss weight of the tokens that the policy does not sample."""
     batch: int = Field(64, ge=1)
@@ -326,11 +329,12 @@ class Config(Section):
                 "`engine.vllm` is given, but `engine.id` is 'torch'", hint="set engine.id=vllm, or drop the table"
             )
         if self.engine.id == "vllm":
-            if "threads" in self.engine.model_fields_set:
-                raise ConfigError("`engine.threads` is for the embedded engine, not for vLLM", hint="drop it")
+            for name in ("threads", "noise"):
+                if name in self.engine.model_fields_set:
+                    raise ConfigError(f"`engine.{name}` is for the embedded engine, not for vLLM", hint="drop it")
             self.engine.vllm = self.engine.vllm or VllmConfig()
             described({"model": ".", **self.engine.vllm.server})
-        elif self.engine.url is not None and (set_here := {"max_batch", "threads"} & self.engine.model_fields_set):
+        elif self.engine.url is not None and (set_here := {"max_batch", "threads", "noise"} & self.engine.model_fields_set):
             raise ConfigError(
                 f"`engine.{min(set_here)}` is for the embedded engine, not for `engine.url`", hint="drop one of them"
             )

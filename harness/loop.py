@@ -113,7 +113,8 @@ class Loop:
         if point["path"] is not None:
             await self.learner.call("load", path=str(run.folder.path / point["path"]))
             await run.publish(point["version"])
-        await run.probe()
+        if not config.engine.noise:
+            await run.probe()
         if (alarms := run.ledger.get("alarms")) is not None:
             self.alarms.restore(alarms)
         if run.resumed:
@@ -137,6 +138,8 @@ class Loop:
                     batch = await self.next_batch(algorithm.batch)
                     row = await _finish(self.train_on(batch, time.monotonic() - waited))
                     dashboard.show(row)
+            if run.version != self.clock.version:
+                await run.publish(self.clock.version)
         finally:
             await self.rollout.stop()
             await self._last_checkpoint()
@@ -185,8 +188,9 @@ class Loop:
         trained_s = time.monotonic() - start
         self._trained = number
         if result["stepped"]:
-            await run.publish(self.clock.version + 1)
             self.clock.version += 1
+            if self.clock.version % self.config.rollout.publish_every == 0:
+                await run.publish(self.clock.version)
         run.ledger.finish_batch(number)
         self.clock.consumed = number
         await self.rollout.moved()

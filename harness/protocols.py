@@ -158,7 +158,7 @@ class LiveTask(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Tools for agents that have none of their own. Without any, the task is a question: one reply ends it."""
+        """Tools for agents that have none of their own. Without any, and without `on_reply`, one reply ends the task."""
         ...
 
     async def score(self) -> Score:

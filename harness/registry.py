@@ -23,6 +23,7 @@ BUILTIN: dict[Kind, dict[str, str]] = {
     "environment": {
         "toy_repair": "environments.toy_repair.environment:ToyRepair",
         "sums": "environments.sums:Sums",
+        "corridor": "environments.corridor.environment:Corridor",
         "mixture": "environments.mixture:Mixture",
         "python_tir": "environments.python_tir.environment:PythonTir",
         "online_writing": "environments.online_writing.environment:OnlineWriting",

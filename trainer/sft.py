@@ -32,6 +32,8 @@ from trainer.optimizer import Optimizer
 Corpus = Callable[[random.Random, int], list[tuple[str, bool]]]
 """(random numbers, level) -> one text as (piece, whether it carries loss)."""
 SMOOTHING = 0.9
+MIX_BATCH = 16
+"""Skill texts beside each batch of demonstrations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def train(
         loss = weighted_loss(policy, chosen, budget)
         smooth = loss if step == 0 else SMOOTHING * smooth + (1 - SMOOTHING) * loss
         if skill is not None and settings["corpus_mix_levels"]:
-            mixed = skill.draw(settings["corpus_mix_batch"], settings["corpus_mix_levels"])
+            mixed = skill.draw(MIX_BATCH, settings["corpus_mix_levels"])
             weighted_loss(policy, mixed, budget, settings["corpus_mix"])
         optimizer.step(decay(step, steps, settings["decay"]))
     return report | {"steps": steps, "loss": smooth, "demonstrations": len(examples)}

@@ -21,10 +21,11 @@ class EmbeddedEngine(HttpEngine):
 
     @classmethod
     async def launch(
-        cls, model: Path, log: Path, *, slots: int, max_len: int, version: int, threads: int, seed: int, start_s: float
+        cls, model: Path, log: Path, *, slots: int, max_len: int, version: int, threads: int, seed: int, start_s: float,
+        noise: float = 0.0,
     ) -> EmbeddedEngine:
         """Start the server and wait until it answers with its port. Raises `EngineError` with the end of its log."""
-        options = {"slots": slots, "max-len": max_len, "version": version, "threads": threads, "seed": seed}
+        options = {"slots": slots, "max-len": max_len, "version": version, "threads": threads, "seed": seed, "noise": noise}
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "trainer.engine.server", str(model), *flags]
         env = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}

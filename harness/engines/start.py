@@ -76,6 +76,7 @@ async def start_engine(config: Config, model: Path, log: Logs, stack: AsyncExitS
             threads=settings.threads,
             seed=config.seed,
             start_s=settings.start_s,
+            noise=settings.noise,
         )
     stack.push_async_callback(engine.close)
     return engine

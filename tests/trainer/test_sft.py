@@ -147,7 +147,6 @@ def test_a_learnt_skill_passes_and_demonstrations_follow(words: Path) -> None:
         corpus_batch=8,
         corpus_max_steps=300,
         corpus_mix_levels=[2],
-        corpus_mix_batch=2,
         decay=0.5,
     )
     report = sft.train(policy(words), support.batch(1, 9), options, words, budget=400, seed=0)

@@ -1,7 +1,8 @@
 """Continuous batching: at every step each running sequence computes its next tokens, and those that are caught up sample one.
 
 Flows in: requests of token ids, and new weights between steps. Flows out: sampled ids with their log-probs (temperature
-applied, fp32) and the version of the weights that made their logits. Weights change only between steps, so a version
+applied, fp32) and the version of the weights that made their logits. With `noise`, Gaussian noise of that standard deviation
+is added to the logits before both sampling and log-probs; scores of given tokens stay exact. Weights change only between steps, so a version
 boundary is a token boundary. Running sequences keep their old keys and values (`keep_kv`); a finished sequence's cache is
 reused only if all of it was computed under the current version.
 """
@@ -58,7 +59,7 @@ class Cached:
 class EngineCore:
     """One model, `slots` sequences at a time; others wait in order of arrival."""
 
-    def __init__(self, model: Any, slots: int, max_len: int, version: int = 0) -> None:
+    def __init__(self, model: Any, slots: int, max_len: int, version: int = 0, noise: float = 0.0) -> None:
         config = model.config
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -66,6 +67,7 @@ class EngineCore:
         self._hidden = decoder(model)
         self.version = version
         self.max_len = max_len
+        self.noise = noise
         self._kv = KVSlots(config.num_hidden_layers, slots, heads, dim, max_len)
         self._free = deque(Cached([], None) for _ in range(slots))
         self._free_slots = deque(range(slots))
@@ -159,6 +161,8 @@ class EngineCore:
         return [rows[i] for i in order], [chosen[i] for i in order]
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+        if self.noise:
+            logits = logits + self.noise * torch.randn_like(logits)
         temperature = torch.tensor([s.temperature or 1.0 for s in sequences])
         logprobs = torch.log_softmax(logits / temperature[:, None], -1)
         draws = torch.tensor([s.rng.random() for s in sequences], dtype=torch.float64)

@@ -195,7 +195,7 @@ async def serve(args: argparse.Namespace) -> None:
     """Load the model, announce the port, serve until standard input closes."""
     torch.set_num_threads(args.threads)
     model = build_policy(Path(args.model)).model
-    server = Server(EngineCore(model, args.slots, args.max_len, args.version), args.seed)
+    server = Server(EngineCore(model, args.slots, args.max_len, args.version, args.noise), args.seed)
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", args.port)
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--version", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", type=float, default=0.0)
     try:
         asyncio.run(serve(parser.parse_args()))
     except ConfigError as error:
