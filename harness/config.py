@@ -114,7 +114,7 @@ class CriticConfig(Section):
     """Location of a pre-trained critic; None starts from the policy, with value pre-training if `[value]` is given."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6, warmup_steps=10)
     head_lr_mult: float = Field(1.0, gt=0)
-    """The head's learning rate relative to the backbone's; 10 or more for tiny models."""
+    """The head's learning rate relative to the backbone's, in pre-training too; 10 or more for tiny models."""
     updates: int = Field(2, ge=1)
     """K: critic optimizer steps per policy step, on the same batch with fixed targets."""
     advantage_values: Literal["pre", "post"] = "post"
@@ -177,7 +177,7 @@ class ValueConfig(Section):
     batch: int = Field(128, ge=1)
     epochs: int = Field(1, ge=1)
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6, warmup_steps=10)
-    head_lr_mult: float = Field(1.0, gt=0)
+    """Times `critic.head_lr_mult` for the head."""
     min_ev: float = 0.0
     """Gate: RL does not start on a held-out explained variance that is not above this."""
     max_bias: float = Field(0.03, gt=0)

@@ -120,7 +120,7 @@ async def pretrain_value(run: Run) -> Path | None:
         "pretrain_value",
         model=str(run.model),
         paths=[str(p) for p in paths],
-        settings=settings.model_dump(),
+        settings=settings.model_dump() | {"head_lr_mult": run.config.critic.head_lr_mult},
         out=str(out),
         seed=run.config.seed,
     )

@@ -71,12 +71,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "vllm: needs the fleet of vLLM servers")
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever needs real vLLM servers comes last, so that these 4 GiB each are not there while the others run."""
+    """Who may run beside whom (`pytest -n 2 --dist loadgroup`): one worker has all that may see containers come and go, one
+    has the vLLM servers, the longest first; everything else is shared out by file.
 
-    def turn(item: pytest.Item) -> int:
-        names = getattr(item, "fixturenames", ())
-        return 2 if "server" in names else 1 if "fleet" in names or item.get_closest_marker("vllm") else 0
+    In one process vLLM comes last, so that its 4 GiB per server are not there while the others run.
+    """
+    order = {"sandboxes": 0, "vllm": 1}
+    groups = {item: _group(item) for item in items}
+    if any(hasattr(item.config, "workerinput") for item in items[:1]):
+        items.sort(key=lambda item: order.get(groups[item], 2))
+    else:
+        items.sort(key=lambda item: (groups[item] == "vllm", "server" in getattr(item, "fixturenames", ())))
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
 
-    items.sort(key=turn)
+
+def _group(item: pytest.Item) -> str:
+    names = getattr(item, "fixturenames", ())
+    if "fleet" in names or "server" in names or item.get_closest_marker("vllm"):
+        return "vllm"
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    return "sandboxes" if folder in {"agents", "contracts", "e2e", "kit", "swe", "tir"} else item.path.name
