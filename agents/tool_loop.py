@@ -51,13 +51,13 @@ class ToolLoop:
         schemas = [tool.schema() for tool in live.tools]
         for _ in range(limits.max_turns):
             reply = await session.complete(messages, schemas)
-            talks = hasattr(live, "on_reply")
-            if not schemas and not talks:
+            on_reply = getattr(live, "on_reply", None)
+            if not schemas and on_reply is None:
                 await sandbox.write(ANSWER, reply.content.encode())
                 return Termination.FINISHED
             messages.append(reply.message())
             if not reply.tool_calls:
-                answered = await live.on_reply(reply.content) if talks else ToolResult(self.config.nudge)
+                answered = ToolResult(self.config.nudge) if on_reply is None else await on_reply(reply.content)
                 if answered.done:
                     return Termination.FINISHED
                 messages.append({"role": "user", "content": answered.content})

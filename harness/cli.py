@@ -110,6 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     suite.add_argument("settings", nargs="*", metavar="key=value", help="options of the environment, sandbox.id=docker, ..")
     suite.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     suite.add_argument("--without-solver", action="store_true", help="pass also if the environment offers no solver")
+    matrix = add("experiment", _experiment, "Arms x seeds as one resumable command, and the paper's tables from their runs.")
+    matrix.add_argument("matrix", type=Path, help="a TOML file, for example configs/miniature.toml")
+    matrix.add_argument("--out", type=Path, help="its folder; the same again runs what is missing (default: runs/<name>)")
+    matrix.add_argument("--jobs", type=_positive, default=1, help="runs at a time on this machine")
+    matrix.add_argument("--report", action="store_true", help="run nothing, only write the report anew")
     clean = add("clean", _clean, "Remove what dead runs left: containers, processes, folders.")
     clean.add_argument("--run", help="only this run's, even if it lives")
     check = add("doctor", _doctor, "What works on this machine, and how to get what does not.")
@@ -337,6 +342,11 @@ def _check(args: argparse.Namespace) -> int:
     verdicts = check(args.environment, args.settings)
     print(json.dumps(as_json(args.environment, verdicts)) if args.json else table(verdicts))
     return 0 if passed(verdicts, without_solver=args.without_solver) else 1
+
+
+def _experiment(args: argparse.Namespace) -> int:
+    experiment: Callable[..., int] = load_object("evals.verbs:experiment")
+    return experiment(args.matrix, args.out, args.jobs, report_only=args.report, run=_run)
 
 
 def _positive(text: str) -> int:

@@ -1,7 +1,7 @@
-"""The corridor environment: one room per turn, reward 1 at the end for enough right doors.
+"""The corridor environment: one room per turn, reward 1 at the end if every door was the right one.
 
-A task is a walk of signs, a pure function of (split, seed, index). What is in a room is only told when the one before it has been
-left, whichever door was opened. A reply that opens no door counts as a wrong one, and so do the rooms that a limit cut off.
+A task is a walk of signs, a pure function of (split, seed, index). What is in a room is only told when the one before it has
+been left, whichever door was opened. A reply that opens no door counts as a wrong one, and so do rooms that a limit cut off.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import hashlib
 import random
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from environments.corridor.language import SIGNS, STONES, meaning, opened
+from environments.corridor.language import MEANING, SIGNS, STONES, opened
 from harness.engines.scripted import Script, in_turn
 from harness.protocols import LiveTask, Sandbox, Tool, ToolResult
 from harness.task import LazyTasks, Score, Split, Task
@@ -28,18 +28,10 @@ class CorridorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     seed: int = 0
-    """Of the walks, and of what the signs mean."""
+    """Of the walks; the signs always mean the same."""
     rooms: int = Field(3, ge=1, le=16)
-    needed: int = Field(2, ge=1)
-    """Right doors for reward 1; with 2 of 3, whoever opens any door has 7/27."""
     train_tasks: int = Field(256, ge=1)
     heldout_tasks: int = Field(1_024, ge=1)
-
-    @model_validator(mode="after")
-    def _possible(self) -> CorridorConfig:
-        if self.needed > self.rooms:
-            raise ValueError(f"`needed` = {self.needed} right doors, but there are {self.rooms} rooms")
-        return self
 
 
 class Corridor:
@@ -49,7 +41,6 @@ class Corridor:
 
     def __init__(self, config: CorridorConfig) -> None:
         self.config = config
-        self._meaning = meaning(config.seed)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """A lazy sequence."""
@@ -57,11 +48,11 @@ class Corridor:
 
     async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:
         """There is nothing to prepare."""
-        return Walk(task, self._meaning, self.config.needed)
+        return Walk(task)
 
     def solver(self, task: Task) -> Script:
         """The right door in every room."""
-        return in_turn(*(self._meaning[sign] for sign in task.data["signs"]))
+        return in_turn(*(MEANING[sign] for sign in task.data["signs"]))
 
 
 class Walks(LazyTasks):
@@ -88,8 +79,8 @@ class Walk:
 
     tools: Sequence[Tool] = ()
 
-    def __init__(self, task: Task, meaning: dict[str, str], needed: int) -> None:
-        self._task, self._meaning, self._needed = task, meaning, needed
+    def __init__(self, task: Task) -> None:
+        self._task = task
         self._doors: list[str | None] = []
 
     async def on_reply(self, text: str) -> ToolResult:
@@ -100,9 +91,10 @@ class Walk:
         return ToolResult("" if done else rooms[len(self._doors)], done=done)
 
     async def score(self) -> Score:
-        """1 for enough right doors."""
-        right = sum(door == self._meaning[sign] for door, sign in zip(self._doors, self._task.data["signs"], strict=False))
-        return Score(float(right >= self._needed), info={"right": right})
+        """1 if all doors were right."""
+        signs = self._task.data["signs"]
+        right = sum(door == MEANING[sign] for door, sign in zip(self._doors, signs, strict=False))
+        return Score(float(right == len(signs)), info={"right": right})
 
 
 def held_out(signs: Sequence[str]) -> bool:

@@ -1,13 +1,12 @@
 """The words of the corridor, and what they mean.
 
-    stone2 stone9 stone5 sign7   ->   hum3 hum0 <left>        (the room's sign comes last; the door that is opened comes last)
+    stone2 stone9 stone5 sign7   ->   hum3 hum0 <left>          (in a room its sign comes last, in a reply the door)
 
-Flows in: texts. Flows out: signs and doors. `python -m environments.corridor.language FOLDER` writes the tiny policy's tokenizer.
+Flows in: texts. Flows out: signs and doors. `python -m environments.corridor.language FOLDER` writes the tokenizer.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
@@ -20,13 +19,8 @@ STONES = tuple(f"stone{i}" for i in range(12))
 HUMS = tuple(f"hum{i}" for i in range(12))
 """What may be said before a door is opened: means nothing."""
 WORDS = (*DOORS, *SIGNS, *STONES, *HUMS)
-
-
-def meaning(seed: int) -> dict[str, str]:
-    """The right door of each sign; each door is right for a third of them."""
-    doors = [DOORS[i % len(DOORS)] for i in range(len(SIGNS))]
-    random.Random(f"corridor/{seed}").shuffle(doors)
-    return dict(zip(SIGNS, doors, strict=True))
+MEANING = {sign: DOORS[i % len(DOORS)] for i, sign in enumerate(SIGNS)}
+"""The right door of each sign."""
 
 
 def opened(reply: str) -> str | None:

@@ -21,7 +21,16 @@ class EmbeddedEngine(HttpEngine):
 
     @classmethod
     async def launch(
-        cls, model: Path, log: Path, *, slots: int, max_len: int, version: int, threads: int, seed: int, start_s: float,
+        cls,
+        model: Path,
+        log: Path,
+        *,
+        slots: int,
+        max_len: int,
+        version: int,
+        threads: int,
+        seed: int,
+        start_s: float,
         noise: float = 0.0,
     ) -> EmbeddedEngine:
         """Start the server and wait until it answers with its port. Raises `EngineError` with the end of its log."""

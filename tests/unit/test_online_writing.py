@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agents.tool_loop import ToolLoop, ToolLoopConfig
 from environments import word_tokenizer
-from environments.online_writing import symbols
+from environments.online_writing import tokenizer
 from environments.online_writing.environment import OnlineWriting, OnlineWritingConfig
 from environments.online_writing.expert import FLAWED, flawed_writer
 from environments.online_writing.gate import writing_gate
@@ -248,9 +248,9 @@ def test_one_token_per_word(words: Chat) -> None:
     assert words.decode(words.encode("cute1 strange")) == "cute1 <unk>"
 
 
-@given(st.lists(st.sampled_from([*tokenizer.SPECIAL, *WORDS])))
+@given(st.lists(st.sampled_from([*word_tokenizer.SPECIAL, *WORDS])))
 def test_any_reply_round_trips(said: list[str]) -> None:
-    made = word_tokenizer.build(symbols.WORDS)
+    made = word_tokenizer.build(WORDS)
     ids = made.encode(" ".join(said), add_special_tokens=False).ids
     assert len(ids) == len(said)
     assert made.decode(ids, skip_special_tokens=False) == " ".join(said)

@@ -1,10 +1,10 @@
 """Continuous batching: at every step each running sequence computes its next tokens, and those that are caught up sample one.
 
 Flows in: requests of token ids, and new weights between steps. Flows out: sampled ids with their log-probs (temperature
-applied, fp32) and the version of the weights that made their logits. With `noise`, Gaussian noise of that standard deviation
-is added to the logits before both sampling and log-probs; scores of given tokens stay exact. Weights change only between steps, so a version
+applied, fp32) and the version of the weights that made their logits. Weights change only between steps, so a version
 boundary is a token boundary. Running sequences keep their old keys and values (`keep_kv`); a finished sequence's cache is
-reused only if all of it was computed under the current version.
+reused only if all of it was computed under the current version. With `noise`, Gaussian noise of that standard deviation is
+added to the logits before sampling and log-probs alike; scores of given tokens stay exact.
 """
 
 from __future__ import annotations
