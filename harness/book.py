@@ -190,7 +190,7 @@ def _row_faults(row: Row, book: Book) -> Iterator[str]:
         yield f"has the outcome {status!r}"
         return
     yield from (f"is {status} and has no {column}" for column in NEEDED[status] if row[column] is None)
-    if row["segments"] == 0:
+    if row["segments"] == 0 and status != "evaluated":
         yield "is completed without a trajectory"
     if status != "trained" and batch is not None:
         yield f"is {status}, but in batch {batch}"

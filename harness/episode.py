@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from harness.errors import EnvironmentFault, EpisodeEnd, InfrastructureError, SandboxError, SaoError, VerifierFault
-from harness.protocols import Agent, Environment, Sandbox, SandboxProvider
-from harness.session import TokenSession
-from harness.task import Limits, Score, Task, Termination
+from harness.protocols import Agent, ChatSession, Environment, Sandbox, SandboxProvider
+from harness.task import Limits, Score, Task, Termination, Usage
 from harness.tools import turn_of_episode
 from harness.trajectory import Trajectory
 
@@ -42,11 +41,41 @@ class Episode:
     info: dict[str, Any] = field(default_factory=dict)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     """Files of the verdict, by name."""
+    usage: Usage | None = None
+    """Of a session that counts it; None: it is that of the trajectories."""
+
+    @property
+    def used(self) -> Usage:
+        """What the episode has used."""
+        made = self.trajectories
+        return self.usage or Usage(
+            turns=sum(t.n_turns for t in made), tokens=sum(map(len, made)), action_tokens=sum(t.n_actions for t in made)
+        )
 
     @property
     def trainable(self) -> bool:
         """True if it was judged and the policy said something."""
         return self.reward is not None and any(t.n_actions for t in self.trajectories)
+
+
+class Session(ChatSession, Protocol):
+    """The model of one episode: a `TokenSession`, or one that only talks.
+
+    An attribute `usage`, where there is one, is what the episode has used.
+    """
+
+    @property
+    def turns(self) -> int:
+        """Model calls answered."""
+        ...
+
+    def restore(self) -> None:
+        """Take up what an earlier process recorded in the folder."""
+        ...
+
+    def trajectories(self, task_id: str, info: dict[str, Any]) -> tuple[Trajectory, ...]:
+        """What was recorded, without reward; empty where nothing is."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +86,8 @@ class Stage:
     agent: Agent
     sandboxes: SandboxProvider
     limits: Limits
-    session: Callable[[str, int | None], TokenSession]
-    """(episode id, seed) -> a fresh token session."""
+    session: Callable[[str, int | None], Session]
+    """(episode id, seed) -> a fresh session."""
 
 
 @contextmanager
@@ -118,13 +147,16 @@ async def run_episode(stage: Stage, task: Task, episode_id: str, seed: int | Non
     trajectories = tuple(
         t.judged(score.reward, score.turn_rewards if t.segment == 0 else None) for t in session.trajectories(task.id, info)
     )
-    return Episode(episode_id, task.id, termination, trajectories, score.reward, info=info, artifacts=score.artifacts)
+    usage = getattr(session, "usage", None)
+    return Episode(
+        episode_id, task.id, termination, trajectories, score.reward, info=info, artifacts=score.artifacts, usage=usage
+    )
 
 
 PLACE = "place.json"
 
 
-def _leave_word(session: TokenSession, sandbox: Any, live: Any) -> None:
+def _leave_word(session: Session, sandbox: Any, live: Any) -> None:
     """Say in the session's folder where another process finds this episode, if one can take it up."""
     if session.folder is not None and hasattr(sandbox, "name") and hasattr(live, "state"):
         session.folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +165,7 @@ def _leave_word(session: TokenSession, sandbox: Any, live: Any) -> None:
         os.replace(part, session.folder / PLACE)
 
 
-def _place(session: TokenSession) -> dict[str, Any]:
+def _place(session: Session) -> dict[str, Any]:
     """Where an earlier process has left the episode; the session is restored, and counts that. Raises `SandboxError` if it
     left no word."""
     if session.folder is None or not (session.folder / PLACE).is_file():
@@ -144,7 +176,7 @@ def _place(session: TokenSession) -> dict[str, Any]:
     return place
 
 
-async def _act(stage: Stage, task: Task, live: Any, sandbox: Sandbox, session: TokenSession) -> Termination:
+async def _act(stage: Stage, task: Task, live: Any, sandbox: Sandbox, session: Session) -> Termination:
     try:
         async with asyncio.timeout(stage.limits.wall_s):
             with boundary(EnvironmentFault, f"{task.id}: agent"):

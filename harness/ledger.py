@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +137,8 @@ class Ledger:
             max_version=max(highest, default=version),
             position=self._position,
             segments=len(episode.trajectories),
-            action_tokens=sum(t.n_actions for t in episode.trajectories),
-            tokens=sum(len(t) for t in episode.trajectories),
-            turns=sum(t.n_turns for t in episode.trajectories),
             completed_s=time.time(),
+            **asdict(episode.used),
         )
 
     def drop(self, episode_id: str, termination: Termination | None, reason: str) -> None:

@@ -284,8 +284,9 @@ async def collect(
 ) -> list[Episode]:
     """Play each task once with fixed weights (evaluation, value pre-training); infrastructure losses are retried.
 
-    `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated. Episodes are in task
-    order; a task lost in every try comes back with its last, rewardless episode.
+    `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated, and count as soon as
+    they are judged, also if the policy had no room to say anything. Episodes are in task order; a task lost in every try comes
+    back with its last, rewardless episode.
     """
     gate = asyncio.Semaphore(concurrency)
     lost = 0
@@ -301,7 +302,7 @@ async def collect(
                 except BaseException:
                     ledger.drop(episode_id, Termination.ABORTED, "stopped")
                     raise
-                if episode.trainable:
+                if episode.trainable or (not keep and episode.reward is not None):
                     await save(ledger, episode, tokens=keep)
                     ledger.complete(episode, version, "pending" if keep else "evaluated")
                     lost = 0

@@ -57,6 +57,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What one episode has used: model calls, tokens of its conversations, and those of them that were sampled."""
+
+    turns: int
+    tokens: int
+    action_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One problem.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.errors import ConfigError, InvariantError
 from harness.ledger import Ledger, Slot
-from harness.task import Termination
+from harness.task import Termination, Usage
 from tests.support import episode
 
 
@@ -44,6 +45,17 @@ def test_the_way_of_an_episode(ledger: Ledger) -> None:
     assert (p.id, p.segments, p.min_version, p.submit_version, p.complete_version) == ("a", 1, 3, 2, 3)
     ledger.consume(1, ["a"], 3)
     assert (ledger.counts(), waiting(ledger)) == ({"trained": 1}, [])
+
+
+def test_what_was_used_is_that_of_the_trajectories_or_what_the_session_says(ledger: Ledger) -> None:
+    start(ledger, "tokens", "told", purpose="eval")
+    made = episode("tokens", segments=2)
+    ledger.complete(made, 0, "evaluated")
+    told = replace(episode("told"), trajectories=(), usage=Usage(turns=3, tokens=70, action_tokens=20))
+    ledger.complete(told, 0, "evaluated")
+    rows = ledger._db.execute("SELECT turns, tokens, action_tokens, segments FROM episodes ORDER BY position").fetchall()
+    lengths, actions = sum(map(len, made.trajectories)), sum(t.n_actions for t in made.trajectories)
+    assert [tuple(row) for row in rows] == [(4, lengths, actions, 2), (3, 70, 20, 0)]
 
 
 def test_waiting_episodes_come_in_order_of_completion_not_of_dispatch(ledger: Ledger) -> None:

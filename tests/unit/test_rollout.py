@@ -380,6 +380,20 @@ def test_collect_for_evaluation_stores_no_trajectory(chat: Chat, ledger: Ledger)
     assert list(ledger.trajectories.iterdir()) == []
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_judged_counts_in_an_evaluation_and_not_for_training(chat: Chat, ledger: Ledger, keep: bool) -> None:
+    """The prompt alone is longer than the context: the policy says nothing, and gets the reward of that."""
+    (episode,) = gather(stage_of(chat, PlayedEngine(chat, []), max_context=2), ledger, [0], keep=keep)
+    assert (episode.termination, episode.reward, episode.trajectories) == (Termination.MAX_CONTEXT, 1.0, ())
+    assert ledger.counts("value") == ({"dropped": 3} if keep else {"evaluated": 1})
+    assert [judged.reward for judged in ledger.judged()] == ([] if keep else [1.0])
+
+
+def test_an_evaluated_episode_without_a_verdict_is_tried_again(chat: Chat, ledger: Ledger) -> None:
+    (lost,) = gather(stage_of(chat, TimedEngine(Clock(), fails=lambda _: True)), ledger, [0], keep=False)
+    assert (lost.reward, ledger.counts("value")) == (None, {"dropped": 3})
+
+
 def test_a_cancelled_collect_books_what_ran(chat: Chat, ledger: Ledger) -> None:
     async def run() -> None:
         tasks = FnEnvironment(size=9).tasks("train")

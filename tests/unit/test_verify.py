@@ -72,8 +72,8 @@ def make_run(folder: Path, chat: Chat) -> Path:
     )
     run = RunDir.create(config, "train")
     ledger = Ledger(run.path)
-    names = ("a", "b", "c", "d", "waits", "stale", "runs", "lost", "judged", "value")
-    purposes = {"judged": "eval-before", "value": "value"}
+    names = ("a", "b", "c", "d", "waits", "stale", "runs", "lost", "judged", "value", "silent")
+    purposes = {"judged": "eval-before", "silent": "eval-before", "value": "value"}
     for draw, name in enumerate(names):
         ledger.dispatch(name, purposes.get(name, "train"), f"task/{name}", Slot(draw, draw), 0)
 
@@ -96,6 +96,7 @@ def make_run(folder: Path, chat: Chat) -> Path:
     store("waits", 1.0, 2)
     ledger.drop("lost", Termination.SANDBOX_LOST, "gone")
     ledger.complete(played(chat, "judged", "task/judged", 1.0, 0), 0, "evaluated")  # its trajectory is not stored
+    ledger.complete(Episode("silent", "task/silent", Termination.MAX_CONTEXT, (), 0.0), 0, "evaluated")  # it has none
     ledger.put("checkpoint", {"batches": 1, "version": 2, "path": "checkpoints/x"})
     ledger.close()
     run.close()
@@ -145,7 +146,7 @@ def test_a_clean_run_passes(clean: Path) -> None:
     checks = verify(clean)
     assert failed(checks) == {}
     assert checks[0].proved == "8 trajectories, 23 turns" and not checks[0].unproved
-    assert "10 episodes" in checks[5].proved and "2 batches" in checks[5].proved
+    assert "11 episodes" in checks[5].proved and "2 batches" in checks[5].proved
     assert [check.state for check in checks[:3]] == ["ok"] * 3 and checks[5].state == "ok"
     assert {check.state for check in checks[3:5]} <= {"ok", "not checked"}
 
@@ -322,7 +323,7 @@ def test_a_run_that_is_written_meanwhile(run: Path) -> None:
     replace(Trajectory.load(file(run, "waits")), episode_id="new", task_id="task/new").save(file(run, "new"))
     before = contents(run)
     checks = verify(run)
-    assert failed(checks) == {} and "11 episodes" in checks[5].proved
+    assert failed(checks) == {} and "12 episodes" in checks[5].proved
     assert contents(run).keys() == before.keys()
     held.close()
     ledger.close()
