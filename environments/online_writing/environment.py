@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from environments.online_writing import lexicon, symbols
+from environments.online_writing.expert import right_symbols, right_text
 from environments.online_writing.llm_judge import LlmJudge, LlmJudgeConfig
 from environments.online_writing.stream import Form, Phase, WritingTasks, paper_phases
 from environments.online_writing.verdict import Judge, Style, Verdict
+from harness.engines.scripted import Script, in_turn
 from harness.protocols import ANSWER, LiveTask, Sandbox, Tool
 from harness.task import Score, Split, Task
 
@@ -63,6 +65,11 @@ class OnlineWriting:
     async def begin(self, task: Task, sandbox: Sandbox) -> LiveTask:
         """There is nothing to prepare."""
         return WritingTask(task, sandbox, self._judge, self._score_s)
+
+    def solver(self, task: Task) -> Script:
+        """A good reply in the preferred style, by symbols or lexicon."""
+        write = right_symbols if self.config.form == "symbols" else right_text
+        return in_turn(write(task.data["topic"], task.data["preferred"]))
 
 
 class WritingTask:

@@ -1,13 +1,16 @@
-"""A scripted writer for the warm start of tier A: it likes each candidate equally well, and one piece in five is flawed.
+"""Scripted writers: one for the warm start of tier A, which likes each candidate equally well and has a flaw in one piece of
+five, and for each tier one without, which is told the preferred style.
 
-Flows in: the text of the prompt. Flows out: a reply. RL is to learn which style is preferred, and to write without flaws.
+Flows in: the text of the prompt, or topic and style. Flows out: a reply. RL is to learn what the last ones know.
 """
 
 from __future__ import annotations
 
 import random
 
-from environments.online_writing.symbols import CHOICES, PLAIN_WORDS, STYLE_WORDS, TOPICS
+from environments.online_writing.lexicon import MARKERS
+from environments.online_writing.symbols import CHOICES, MIN_STYLE_WORDS, PLAIN_WORDS, STYLE_WORDS, TOPICS
+from environments.online_writing.verdict import Style
 
 FLAWED = 0.2
 """Share of the replies that leave out the topic."""
@@ -31,3 +34,15 @@ def flawed_writer(conversation: str, rng: random.Random) -> str:
     if rng.random() >= FLAWED:
         words[rng.randrange(TOPIC_PLACES)] = topic
     return " ".join([choice, *words])
+
+
+def right_symbols(topic: str, style: Style) -> str:
+    """A reply of tier A that is good in that style."""
+    own = [word for word, its in STYLE_WORDS.items() if its == style]
+    return " ".join([f"<{style}>", topic, *own[:MIN_STYLE_WORDS]])
+
+
+def right_text(topic: str, style: Style) -> str:
+    """A reply of tier B that the lexicon finds good in that style."""
+    words = [marker for marker in MARKERS[style] if any(c.isalpha() for c in marker)]
+    return f"Style: {style.capitalize()}\nThis is about {topic}: {', '.join(words)}."

@@ -36,7 +36,16 @@ def test_an_example_keeps_the_contract(name: str, words: list[str]) -> None:
     assert passed(verdicts), table(verdicts)
 
 
-@pytest.mark.parametrize(("name", "words"), [("sums", ["sandbox.id=memory"]), ("toy_repair", []), ("python_tir", [])])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sums", ["sandbox.id=memory"]),
+        ("toy_repair", []),
+        ("python_tir", []),
+        ("online_writing", ["sandbox.id=memory"]),
+        ("online_writing", ["sandbox.id=memory", "form=texts"]),
+    ],
+)
 def test_our_own_keep_it_too(name: str, words: list[str]) -> None:
     verdicts = check(name, words)
     assert passed(verdicts), table(verdicts)

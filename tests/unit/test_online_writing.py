@@ -45,6 +45,17 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Chat:
     return Chat(folder, ["<eos>"])
 
 
+@pytest.mark.parametrize("form", ["symbols", "texts"])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_solver_writes_what_the_judge_wants(form: str, style: Style) -> None:
+    phase = Phase(preferred=style, candidates=[style, *(s for s in STYLES if s != style)][:3], episodes=60)
+    made = OnlineWriting(OnlineWritingConfig(form=form, phases=[phase], heldout_tasks=60))  # type: ignore[arg-type]
+    for task in (*made.tasks("train"), *made.tasks("heldout")):
+        reply = made.solver(task)("", random.Random(0))
+        verdict = asyncio.run(made._judge(reply, task.data["topic"], style))
+        assert (verdict.style, verdict.quality, verdict.written) == (True, True, style)
+
+
 def tasks(split: Split, **options: Any) -> WritingTasks:
     made = OnlineWriting(OnlineWritingConfig(**options)).tasks(split)
     assert isinstance(made, WritingTasks)
