@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.support import Steps, fake_stage, one_call
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.parsers import hermes
 from harness.rollout import collect
 
@@ -28,7 +28,7 @@ def main() -> None:
         environment = Steps([TURNS] * EPISODES)
         stage = fake_stage(environment, folder / "model")
         ledger = Ledger(folder)
-        tasks = list(enumerate(environment.tasks("train")))
+        tasks = [(Slot(i, i), task) for i, task in enumerate(environment.tasks("train"))]
 
         def play(purpose: str, count: int) -> float:
             start = time.process_time()

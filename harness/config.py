@@ -275,8 +275,8 @@ class Config(Section):
     alarms: Literal["stop", "warn"] = "stop"
     """Whether a grave alarm (`harness/alarms.py`) stops the run or is only logged."""
 
-    def check(self) -> None:
-        """Validate what spans sections and plug-ins. Raises `ConfigError`."""
+    def check(self, *, model: bool = True) -> None:
+        """Validate what spans sections and plug-ins; `model`: that there is one, too. Raises `ConfigError`."""
         kinds: tuple[Kind, ...] = ("environment", "agent", "sandbox", "loss", "advantage")
         for kind in kinds:
             name = getattr(self, kind).id
@@ -289,6 +289,11 @@ class Config(Section):
             plugin_config("sandbox", self.sft.sandbox.table(), prefix="sft.sandbox")
             for path in filter(None, (self.sft.script, self.sft.corpus, self.sft.gate)):
                 load_object(path)
+        if model:
+            self._check_model()
+        self._check_contradictions()
+
+    def _check_model(self) -> None:
         if (self.model.path is None) == (self.model.scratch is None):
             raise ConfigError("exactly one of `model.path` and `model.scratch` must be given", hint="set model.path=FOLDER")
         if self.model.path is not None:
@@ -301,7 +306,6 @@ class Config(Section):
             self._check_positions(_json(Path(self.model.path) / "config.json"))
         elif self.sft is None:
             raise ConfigError("`model.scratch` without `[sft]`: RL cannot start from random weights", hint="add an [sft] table")
-        self._check_contradictions()
 
     def _check_positions(self, fields: dict[str, Any]) -> None:
         """The model must know as many positions as an episode may have tokens, or its log-probs mean nothing out there."""

@@ -29,18 +29,25 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def load_config(words: str | Path | Sequence[str | Path], more: Sequence[str] = ()) -> Config:
-    """Lay files, presets and `key=value` words over each other in order, then `more` words; validate. Raises `ConfigError`."""
+def load_config(words: str | Path | Sequence[str | Path], more: Sequence[str] = (), *, model: bool = True) -> Config:
+    """Lay files, presets and `key=value` words over each other in order, then `more` words; validate (see `made`)."""
     data: dict[str, Any] = {}
     for word in [words] if isinstance(words, (str, Path)) else words:
         layer = _override(word) if isinstance(word, str) and _is_override(word) else _read(word)
         data = overlay(data, layer)
-    data = overlay(data, overrides(more))
+    return made(overlay(data, overrides(more)), model=model)
+
+
+def made(data: dict[str, Any], *, model: bool = True) -> Config:
+    """The validated configuration of nested tables; without `model`, one of an evaluation whose model is elsewhere.
+
+    Raises `ConfigError`.
+    """
     try:
         config = Config(**_removed(data))
     except ValidationError as error:
         raise config_error(error, Config) from None
-    config.check()
+    config.check(model=model)
     return config
 
 

@@ -78,6 +78,10 @@ class Session(ChatSession, Protocol):
         ...
 
 
+Sessions = Callable[[str, int | None], Session]
+"""(episode id, seed) -> a fresh session."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """The plug-ins that every episode of a run shares."""
@@ -86,8 +90,7 @@ class Stage:
     agent: Agent
     sandboxes: SandboxProvider
     limits: Limits
-    session: Callable[[str, int | None], Session]
-    """(episode id, seed) -> a fresh session."""
+    session: Sessions
 
 
 @contextmanager

@@ -74,6 +74,23 @@ class Judged:
     reward: float
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a slot has come to: its verdict, or the last episode that was lost."""
+
+    task_id: str
+    task_index: int
+    member: int
+    status: str
+    reward: float | None
+    termination: str | None
+    reason: str | None
+    turns: int | None
+    tokens: int | None
+    action_tokens: int | None
+    seconds: float | None
+
+
 class Ledger:
     """One run's book. Calls are short and synchronous; one process writes."""
 
@@ -216,6 +233,28 @@ class Ledger:
             "SELECT id, purpose, task_id, task_index, reward FROM episodes WHERE reward IS NOT NULL ORDER BY position"
         )
         return [Judged(**dict(row)) for row in rows]
+
+    def attempts(self, purpose: str) -> dict[tuple[int, int], Attempt]:
+        """What each (task index, member) of a purpose has come to so far."""
+        rows = self._db.execute(
+            "SELECT task_id, task_index, member, status, reward, termination, reason, turns, tokens, action_tokens, "
+            "completed_s - submitted_s AS seconds FROM episodes WHERE purpose = ? AND status != 'running' ORDER BY rowid",
+            (purpose,),
+        )
+        found: dict[tuple[int, int], Attempt] = {}
+        for row in rows:
+            attempt = Attempt(**dict(row))
+            place = (attempt.task_index, attempt.member)
+            if place not in found or found[place].reward is None:
+                found[place] = attempt
+        return found
+
+    def artifacts_of(self, purpose: str) -> dict[tuple[int, int], Path]:
+        """Folders of the files that the judged episodes of a purpose have left, by (task index, member)."""
+        rows = self._db.execute(
+            "SELECT id, task_index, member FROM episodes WHERE purpose = ? AND reward IS NOT NULL", (purpose,)
+        )
+        return {(row["task_index"], row["member"]): self.artifacts / row["id"] for row in rows}
 
     def retire(self, purpose: str) -> None:
         """Mark all waiting episodes of a purpose trained (value pre-training consumes them all at once)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from harness.episode import Episode, Stage, run_episode
@@ -271,7 +271,7 @@ async def save(ledger: Ledger, episode: Episode, *, tokens: bool = True) -> None
 
 async def collect(
     stage: Stage,
-    tasks: Iterable[tuple[int, Task]],
+    tasks: Iterable[tuple[Slot, Task]],
     ledger: Ledger,
     purpose: str,
     *,
@@ -281,24 +281,32 @@ async def collect(
     generation: int = 1,
     seed: int | None = None,
     keep: bool = True,
+    heed: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
-    """Play each task once with fixed weights (evaluation, value pre-training); infrastructure losses are retried.
+    """Play each slot's task with fixed weights (evaluation, value pre-training); infrastructure losses are retried.
 
     `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated, and count as soon as
-    they are judged, also if the policy had no room to say anything. Episodes are in task order; a task lost in every try comes
-    back with its last, rewardless episode.
+    they are judged, also if the policy had no room to say anything. Episodes are in the order of `tasks`; one lost in every try
+    comes back as its last, rewardless episode. `heed` hears of each as it ends. Samples of a task differ by `Slot.member`.
     """
     gate = asyncio.Semaphore(concurrency)
     lost = 0
 
-    async def play(number: int, index: int, task: Task) -> Episode:
+    async def play(slot: Slot, task: Task) -> Episode:
+        episode = await judged(slot, task)
+        if heed is not None:
+            heed(episode)
+        return episode
+
+    async def judged(slot: Slot, task: Task) -> Episode:
         nonlocal lost
+        sample = None if seed is None else seed + 1_000 * slot.index + slot.member
         for attempt in range(1, attempts + 1):
             async with gate:
-                episode_id = f"{purpose}-{generation}-{number:06d}-{attempt}"
-                ledger.dispatch(episode_id, purpose, task.id, Slot(number, index, failures=attempt - 1), version)
+                episode_id = f"{purpose}-{generation}-{slot.draw:06d}-{attempt}"
+                ledger.dispatch(episode_id, purpose, task.id, replace(slot, failures=attempt - 1), version)
                 try:
-                    episode = await run_episode(stage, task, episode_id, None if seed is None else seed + 1_000 * index)
+                    episode = await run_episode(stage, task, episode_id, sample)
                 except BaseException:
                     ledger.drop(episode_id, Termination.ABORTED, "stopped")
                     raise
@@ -315,5 +323,5 @@ async def collect(
         return episode
 
     async with asyncio.TaskGroup() as group:
-        played = [group.create_task(play(n, index, task)) for n, (index, task) in enumerate(tasks)]
+        played = [group.create_task(play(slot, task)) for slot, task in tasks]
     return [task.result() for task in played]

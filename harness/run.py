@@ -21,7 +21,7 @@ from harness.engines.probe import SEQUENCES, compare, probe_sampling
 from harness.engines.start import description, engine_dtype, start_engine
 from harness.engines.vllm import VllmEngine
 from harness.engines.vllm_transfer import Sender, choose
-from harness.episode import Stage
+from harness.episode import Sessions, Stage
 from harness.errors import EngineError
 from harness.learner import Learner
 from harness.ledger import Ledger
@@ -124,11 +124,6 @@ class Run:
         return self._stage(self.engine, self.chat, self.sandboxes)
 
     def _stage(self, engine: InferenceEngine, chat: Chat, sandboxes: SandboxProvider) -> Stage:
-        if self._agent is None:
-            made, options = plugin_config("agent", self.config.agent.table())
-            self._agent = made(options)
-            if (close := getattr(self._agent, "close", None)) is not None:
-                self._stack.push_async_callback(close)
         limits = self.config.limits.limits()
         parser = PARSERS[self.config.rollout.tool_calls]
 
@@ -136,7 +131,16 @@ class Run:
             folder = self.folder.path / "episodes" / episode_id
             return TokenSession(chat, engine, parser, limits, episode_id, seed=seed, folder=folder)
 
-        return Stage(self.environment, self._agent, sandboxes, limits, session)
+        return self.stage_with(session, sandboxes)
+
+    def stage_with(self, session: Sessions, sandboxes: SandboxProvider | None = None) -> Stage:
+        """A stage on which whoever is behind `session` acts, with this run's agent."""
+        if self._agent is None:
+            made, options = plugin_config("agent", self.config.agent.table())
+            self._agent = made(options)
+            if (close := getattr(self._agent, "close", None)) is not None:
+                self._stack.push_async_callback(close)
+        return Stage(self.environment, self._agent, sandboxes or self.sandboxes, self.config.limits.limits(), session)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """The environment's tasks."""

@@ -41,12 +41,12 @@ class RunDir:
             ) from error
 
     @classmethod
-    def resume(cls, path: Path) -> tuple[RunDir, Config]:
+    def resume(cls, path: Path, *, model: bool = True) -> tuple[RunDir, Config]:
         """An existing folder and its saved configuration. Raises `ConfigError` if it is none, or in use."""
         if not (path / "config.toml").is_file() or not (path / "ledger.sqlite").is_file():
             raise ConfigError(f"{path} is not a run folder", hint="give the folder that the run printed")
         lock = _hold(path)
-        return cls(path.resolve(), lock), load_config(path / "config.toml")
+        return cls(path.resolve(), lock), load_config(path / "config.toml", model=model)
 
     @property
     def id(self) -> str:

@@ -15,6 +15,7 @@ from harness.conversations import conversations
 from harness.engines.scripted import ScriptedEngine
 from harness.episode import Episode
 from harness.errors import ConfigError, InfrastructureError
+from harness.ledger import Slot
 from harness.order import TaskOrder, first
 from harness.registry import find, load_object
 from harness.rollout import collect
@@ -91,7 +92,7 @@ async def _demonstrations(run: Run, chat: Chat) -> list[Path]:
     done = run.ledger.done("demonstration")
     await collect(
         stage,
-        [(i, tasks[i]) for i in chosen if i not in done],
+        [(Slot(n, i), tasks[i]) for n, i in enumerate(chosen) if i not in done],
         run.ledger,
         "demonstration",
         version=0,
@@ -142,7 +143,7 @@ async def _value_data(run: Run) -> list[Path]:
     done = run.ledger.done("value")
     await collect(
         run.stage(),
-        [(i, tasks[i]) for i in chosen if i not in done],
+        [(Slot(n, i), tasks[i]) for n, i in enumerate(chosen) if i not in done],
         run.ledger,
         "value",
         version=0,
@@ -169,7 +170,7 @@ async def evaluate(run: Run, name: str) -> dict[str, Any]:
     tasks = run.tasks("heldout")
     episodes = await collect(
         run.stage(),
-        [(i, tasks[i]) for i in first(tasks, run.config.eval.tasks)],
+        [(Slot(n, i), tasks[i]) for n, i in enumerate(first(tasks, run.config.eval.tasks))],
         run.ledger,
         f"eval-{name}",
         version=run.version,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -26,6 +25,7 @@ from harness.errors import ConfigError
 from harness.trajectory import Trajectory
 from trainer import checkpoint, objective, parallel, sft, value
 from trainer.broadcast import BroadcastError, Door, Snapshot
+from trainer.export import save_folder
 from trainer.freeze import freeze
 from trainer.model import build_critic, build_policy, critic_record, random_policy
 from trainer.objective import Objective
@@ -34,7 +34,6 @@ from trainer.report import FrozenGuard
 from trainer.step import Learners, StepOptions, train_step
 from trainer.weights import export, sha256, write_file
 
-TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 SNAPSHOTS = 2
 """So many versions are kept to be sent: while one is being published, a server that comes back may need the one before."""
 GRACE_S = 3.0
@@ -206,14 +205,7 @@ class Worker:
         tensors = _gathered(model)
         if dist.get_rank() != 0:
             return
-        out.mkdir(parents=True, exist_ok=True)
-        config.to_json_file(out / "config.json", use_diff=True)
-        for name in TOKENIZER_FILES:
-            if (source / name).resolve() != (out / name).resolve():
-                shutil.copyfile(source / name, out / name)
-        if critic is not None:
-            (out / "critic.json").write_text(json.dumps(critic, indent=2) + "\n")
-        write_file(tensors, out / "model.safetensors")  # last: a folder with weights is whole
+        save_folder(tensors, config, out, source, critic)
 
 
 def _gathered(model: nn.Module, *, copied: bool = False) -> dict[str, torch.Tensor]:

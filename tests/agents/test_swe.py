@@ -19,7 +19,7 @@ from harness.config import Config
 from harness.engines.scripted import ScriptedEngine
 from harness.episode import Episode, Stage
 from harness.journal import token_digest
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.parsers import hermes
 from harness.protocols import GenerateRequest, Generation
 from harness.rollout import collect
@@ -123,7 +123,13 @@ def batch(projects: list[SweRow], chat: Chat, tmp_path_factory: pytest.TempPathF
                 stage = Stage(swe, agent, sandboxes, LIMITS, session)
                 try:
                     played = await collect(
-                        stage, list(enumerate(tasks)), ledger, "value", version=0, concurrency=EPISODES, attempts=1
+                        stage,
+                        [(Slot(i, i), task) for i, task in enumerate(tasks)],
+                        ledger,
+                        "value",
+                        version=0,
+                        concurrency=EPISODES,
+                        attempts=1,
                     )
                     return played, [worker.pid for worker in agent._crew._workers]
                 finally:

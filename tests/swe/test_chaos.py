@@ -13,7 +13,7 @@ import docker
 import pytest
 
 from environments.swe.environment import Swe, SweConfig
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.rollout import collect
 from harness.sandboxes import docker_monitor
 from harness.sandboxes.docker_engine import Engine
@@ -69,7 +69,7 @@ def test_chaos(image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         try:
             async with started("docker", run_id, image=image, **LIMITS) as sandboxes:
                 played = stage(swe, sandboxes, tmp_path / "model")
-                run = list(enumerate(tasks))
+                run = [(Slot(i, i), task) for i, task in enumerate(tasks)]
                 with an_engine() as engine:
                     async with asyncio.TaskGroup() as group:
                         killer = group.create_task(kill_each_once(engine, run_id))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from environments.swe.environment import Swe, SweConfig
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.rollout import collect
 from harness.sandboxes.docker import Engine
 from harness.task import Task
@@ -39,7 +39,8 @@ def test_sixty_four_episodes(image: str, tmp_path: Path) -> None:
         try:
             async with started("docker", image=image) as sandboxes:
                 played = stage(swe, sandboxes, tmp_path / "model")
-                return await collect(played, list(enumerate(tasks)), ledger, "value", version=0, concurrency=4, attempts=2)
+                chosen = [(Slot(i, i), task) for i, task in enumerate(tasks)]
+                return await collect(played, chosen, ledger, "value", version=0, concurrency=4, attempts=2)
         finally:
             ledger.close()
 

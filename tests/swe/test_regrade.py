@@ -12,11 +12,10 @@ import pytest
 
 from environments.swe.environment import Swe
 from harness.configfile import load_config
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.registry import plugin_config
 from harness.rollout import collect
 from harness.rundir import RunDir
-from harness.task import Task
 from tests.contracts.sandbox_support import started
 from tests.e2e.support import ROOT, sao
 from tests.swe.acting import playing, stage
@@ -46,10 +45,10 @@ def played(image: str, folder: Path) -> Path:
     async def main() -> None:
         ledger = Ledger(run.path)
         async with started("docker", image=image) as sandboxes:
-            chosen: list[tuple[int, Task]] = [(0, acts[0]), (1, acts[1])]
+            chosen = [(Slot(0, 0), acts[0]), (Slot(1, 1), acts[1])]
             options: dict[str, Any] = {"version": 0, "concurrency": 2, "attempts": 1}
             await collect(stage(environment, sandboxes, folder / "model"), chosen, ledger, "value", **options)
-            gold = [(0, acts[0])]
+            gold = [(Slot(0, 0), acts[0])]
             await collect(stage(environment, sandboxes, folder / "model"), gold, ledger, "train", **options)
         ledger.close()
 

@@ -15,7 +15,7 @@ import pytest
 from harness.chat import Chat
 from harness.episode import Stage
 from harness.errors import ConfigError, InfrastructureError, InvariantError
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.protocols import GenerateRequest, Generation
 from harness.rollout import Clock, Rollout, capacity, collect
 from harness.task import Task, Termination
@@ -329,7 +329,7 @@ def test_stale_episodes_are_dropped_counted_out_and_tried_again(chat: Chat, ledg
 def gather(stage: Stage, ledger: Ledger, indices: list[int], **more: Any) -> Any:
     tasks = FnEnvironment(size=100).tasks("train")
     options = {"version": 0, "concurrency": 3, "attempts": 3} | more
-    return run_virtual(collect(stage, [(i, tasks[i]) for i in indices], ledger, "value", **options))
+    return run_virtual(collect(stage, [(Slot(n, i), tasks[i]) for n, i in enumerate(indices)], ledger, "value", **options))
 
 
 def test_collect_plays_each_task_and_keeps_the_order(chat: Chat, ledger: Ledger) -> None:
@@ -399,7 +399,15 @@ def test_a_cancelled_collect_books_what_ran(chat: Chat, ledger: Ledger) -> None:
         tasks = FnEnvironment(size=9).tasks("train")
         stage = stage_of(chat, TimedEngine(Clock(), sigma=0.0))
         work = asyncio.create_task(
-            collect(stage, list(enumerate(tasks)), ledger, "value", version=0, concurrency=3, attempts=1)
+            collect(
+                stage,
+                [(Slot(i, i), task) for i, task in enumerate(tasks)],
+                ledger,
+                "value",
+                version=0,
+                concurrency=3,
+                attempts=1,
+            )
         )
         await asyncio.sleep(0.5)
         work.cancel()

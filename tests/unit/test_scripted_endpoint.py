@@ -22,7 +22,7 @@ from harness.endpoint_session import EndpointSession
 from harness.engines.scripted import in_turn
 from harness.episode import Episode, Stage
 from harness.errors import ConfigError
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.registry import environment, plugin_config
 from harness.rollout import collect
 from harness.task import Limits, Termination
@@ -50,7 +50,7 @@ def played(
             session = partial(EndpointSession, endpoint, LIMITS)
             stage = Stage(made, ToolLoop(ToolLoopConfig()), sandboxes, LIMITS, session)
             tasks = made.tasks("heldout")
-            chosen = [(i, tasks[i]) for i in range(TASKS)]
+            chosen = [(Slot(i, i), tasks[i]) for i in range(TASKS)]
             options = {"version": 0, "concurrency": 4, "attempts": 1, "seed": seed, "keep": False}
             try:
                 return await collect(stage, chosen, ledger, "eval", **options)

@@ -22,7 +22,7 @@ from environments.toy_repair.tokenizer import build_tokenizer
 from harness.chat import Chat
 from harness.engines.scripted import ScriptedEngine
 from harness.episode import Episode
-from harness.ledger import Ledger
+from harness.ledger import Ledger, Slot
 from harness.protocols import ToolCall
 from harness.rollout import collect
 from harness.task import Split, Task, Termination
@@ -314,9 +314,8 @@ def demonstrations(chat: Chat, tmp_path_factory: pytest.TempPathFactory) -> Iter
         max_tokens_per_turn=24,
     )
     tasks = ENVIRONMENT.tasks("train")
-    work = collect(
-        stage, [(i, tasks[i]) for i in range(500)], ledger, "demonstration", version=0, concurrency=8, attempts=1, keep=False
-    )
+    chosen = [(Slot(i, i), tasks[i]) for i in range(500)]
+    work = collect(stage, chosen, ledger, "demonstration", version=0, concurrency=8, attempts=1, keep=False)
     yield asyncio.run(work)
     ledger.close()
 

@@ -1,0 +1,179 @@
+"""Plays a suite with a model whose weights do not move, and keeps everything in a run folder that can be resumed.
+
+Flows in: a `Plan`. Flows out: a `Result`, in `result.json`, from the folder's ledger alone: what has a verdict is never played
+again, what infrastructure has lost is played again at the next resume, and is missing until then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from evals.models import Model
+from evals.progress import Progress
+from evals.result import Result, Sample
+from evals.suites import Suite
+from harness.config import Config
+from harness.configfile import made, overlay, overrides
+from harness.endpoint import Endpoint, EndpointConfig
+from harness.endpoint_session import EndpointSession
+from harness.errors import ConfigError
+from harness.ledger import Attempt, Slot
+from harness.order import first
+from harness.registry import config_error
+from harness.rollout import collect
+from harness.run import Run
+from harness.rundir import RunDir
+from harness.task import Split
+
+log = logging.getLogger("sao")
+
+PLAN = "evaluation.json"
+PURPOSE = "eval-suite"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One evaluation; everything that a resumed one needs besides the configuration."""
+
+    suite: str
+    model: str
+    identity: dict[str, Any]
+    endpoint: dict[str, Any] | None
+    runs: int
+    split: Split
+    problems: int | None
+    """The first so many of the split; None: all."""
+    official: bool
+
+
+def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, problems: int | None) -> tuple[Config, Plan]:
+    """Lay suite, model and words over each other, and validate all of it. Raises `ConfigError`."""
+    data = overlay(overlay(_bare(suite.layers), model.layers), overrides(words))
+    endpoint = data.pop("endpoint", {})
+    if endpoint and model.endpoint is None:
+        raise ConfigError(
+            "`endpoint` is given, but the model is no endpoint", hint="drop it, or give --model http://HOST/v1#NAME"
+        )
+    config = made({**data, "steps": 0}, model=model.endpoint is None)
+    asked = None if model.endpoint is None else _endpoint(model.endpoint | endpoint).model_dump()
+    count = problems if problems is not None or "eval" not in data else config.eval.tasks
+    table = suite.table
+    return config, Plan(suite.name, model.name, model.identity, asked, runs or table.runs, table.split, count, table.official)
+
+
+def _bare(layers: dict[str, Any]) -> dict[str, Any]:
+    """Without what only training needs, and what names a model."""
+    dropped = ("model", "sft", "value", "critic", "loss", "advantage", "algorithm", "steps")
+    kept = {key: value for key, value in layers.items() if key not in dropped}
+    return kept | {"model": {k: v for k, v in layers.get("model", {}).items() if k == "stop"}}
+
+
+def _endpoint(fields: dict[str, Any]) -> EndpointConfig:
+    from pydantic import ValidationError
+
+    try:
+        return EndpointConfig(**fields)
+    except ValidationError as error:
+        raise config_error(error, EndpointConfig, prefix="endpoint") from None
+
+
+def store(folder: RunDir, plan: Plan) -> None:
+    """Note the plan in its folder."""
+    folder.write(PLAN, asdict(plan))
+
+
+def stored(path: Path) -> Plan:
+    """The plan of a folder. Raises `ConfigError` if it is none of an evaluation."""
+    try:
+        return Plan(**json.loads((path / PLAN).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no evaluation: {error}", hint="give the folder that `sao eval` printed") from error
+
+
+async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
+    """Play what is missing and write `result.json`. Raises `InfrastructureError` when nothing but losses come in."""
+    async with Run(folder, config, resumed=True) as run, AsyncExitStack() as stack:
+        tasks = run.tasks(plan.split)
+        chosen = list(range(len(tasks))) if plan.problems is None else first(tasks, plan.problems)
+        if not chosen:
+            raise ConfigError(f"suite {plan.suite!r} has no {plan.split} tasks", hint="correct the suite's [environment]")
+        slots = [Slot(draw, i, member) for draw, (member, i) in enumerate((m, i) for m in range(plan.runs) for i in chosen)]
+        known = run.ledger.attempts(PURPOSE)
+        missing = [s for s in slots if (place := (s.index, s.member)) not in known or known[place].reward is None]
+        if missing:
+            if plan.endpoint is None:
+                await run.launch_engine()
+                stage = run.stage()
+            else:
+                asked = EndpointConfig(**plan.endpoint)
+                endpoint = await stack.enter_async_context(Endpoint(asked, config.rollout.concurrency))
+                stage = run.stage_with(partial(EndpointSession, endpoint, config.limits.limits()))
+            with Progress(plan.suite, len(slots), len(slots) - len(missing)) as progress:
+                await collect(
+                    stage,
+                    ((slot, tasks[slot.index]) for slot in missing),
+                    run.ledger,
+                    PURPOSE,
+                    version=0,
+                    concurrency=config.rollout.concurrency,
+                    attempts=config.rollout.max_attempts,
+                    generation=run.generation,
+                    seed=config.seed,
+                    keep=False,
+                    heed=progress.heed,
+                )
+        known = run.ledger.attempts(PURPOSE)
+        result = Result(
+            suite=plan.suite,
+            model=plan.model,
+            runs=plan.runs,
+            problems=tuple(tasks[i].id for i in chosen),
+            settings={
+                "identity": plan.identity,
+                "split": plan.split,
+                "config": config.model_dump(mode="json", exclude_none=True),
+            },
+            samples=tuple(_sample(known[place]) for s in slots if (place := (s.index, s.member)) in known),
+        )
+        result.save(folder.path)
+        if plan.official:
+            await _official(run, plan, folder)
+        return result
+
+
+def _sample(attempt: Attempt) -> Sample:
+    lost = attempt.reward is None
+    return Sample(
+        problem=attempt.task_id,
+        run=attempt.member,
+        reward=attempt.reward,
+        termination=attempt.termination or "aborted",
+        turns=attempt.turns or 0,
+        tokens=attempt.tokens or 0,
+        action_tokens=attempt.action_tokens or 0,
+        seconds=attempt.seconds or 0.0,
+        error=(attempt.reason or "") if lost else "",
+    )
+
+
+async def _official(run: Run, plan: Plan, folder: RunDir) -> None:
+    """Ask the environment's official judge about the same artifacts, run by run; its verdicts are in `official.json`."""
+    judge: Any = run.environment
+    if not hasattr(judge, "official"):
+        raise ConfigError(
+            f"environment {run.config.environment.id!r} has no official judge", hint="drop `official` from the suite"
+        )
+    left = run.ledger.artifacts_of(PURPOSE)
+    tasks = run.tasks(plan.split)
+    verdicts: dict[str, Any] = {}
+    for member in range(plan.runs):
+        artifacts = {tasks[index].id: path for (index, m), path in left.items() if m == member}
+        verdicts[str(member)] = await judge.official(artifacts, folder.path / "official" / str(member))
+    folder.write("official.json", verdicts)
+    log.info("official verdicts: %s", json.dumps({m: {k: len(v) for k, v in facts.items()} for m, facts in verdicts.items()}))
