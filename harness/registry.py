@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from harness.accepts import accepts
 from harness.errors import ConfigError, SaoError
 
 Kind = Literal["environment", "agent", "sandbox", "evaluation", "loss", "advantage"]
@@ -70,6 +71,9 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "reinforce_pp_baseline": "trainer.advantages.catalog:ReinforcePPBaseline",
     },
 }
+
+OWN_WORDS = ("value_error", "assertion_error")
+"""Errors of pydantic whose message is the validator's own, so that the type of the field would say nothing."""
 
 
 def nearest(name: str, valid: list[str]) -> str:
@@ -140,7 +144,9 @@ def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "
         return ConfigError(f"`{path}` is not a setting{more}", hint=nearest(str(first["loc"][-1]), names))
     if first["type"] == "missing":
         return ConfigError(f"`{path}` is missing{more}", hint="add it to the configuration file, or pass it as key=value")
-    return ConfigError(f"`{path}` = {first['input']!r}: {first['msg']}{more}", hint="correct the value")
+    valid = "" if first["type"] in OWN_WORDS else accepts(model, first["loc"])
+    hint = f"valid: {valid}" if valid else "correct the value"
+    return ConfigError(f"`{path}` = {first['input']!r}: {first['msg']}{more}", hint=hint)
 
 
 def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
