@@ -68,7 +68,7 @@ class MixtureConfig(BaseModel):
     @model_validator(mode="after")
     def _sound(self) -> MixtureConfig:
         for number, part in enumerate(self.parts):
-            plugin_config("environment", part.table, prefix=f"environment.parts.{number}")
+            plugin_config("environment", part.table, f"environment.parts.{number}", beside=[*Part.model_fields])
         names = [part.name for part in self.parts]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two parts are called {twice[0]!r}: give one of them another `name`")

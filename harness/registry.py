@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -105,11 +106,26 @@ def find(kind: Kind, name: str) -> Any:
     known = {point.name: point for point in entry_points(group=f"sao.{kind}")}
     if name in known:
         return load_object(known[name].value)
-    raise ConfigError(f"{kind}.id = {name!r} is not known", hint=nearest(name, [*BUILTIN[kind], *known]))
+    hint = _as_a_class(name) or nearest(name, [*BUILTIN[kind], *known])
+    raise ConfigError(f"{kind}.id = {name!r} is not known", hint=hint)
 
 
-def plugin_config(kind: Kind, table: dict[str, Any], prefix: str = "") -> tuple[Any, BaseModel]:
-    """The class named by `table["id"]` and its own validated configuration from the rest of the table."""
+def _as_a_class(name: str) -> str:
+    """A hint for the name of a module without a class; empty for any other name."""
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - a stranger's module may raise anything; mostly there is none
+        why = f"; importing `{name}` raised {type(error).__name__}: {error}"
+        return f"a class is named as module:Class{why}" if "." in name.strip(".") else ""
+    classes = [key for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, "Config")]
+    if classes:
+        return f"a class is named as module:Class; that module has {', '.join(f'`{name}:{each}`' for each in classes)}"
+    return f"a class is named as module:Class; `{name}` has no class with a `Config`" if "." in name else ""
+
+
+def plugin_config(kind: Kind, table: dict[str, Any], prefix: str = "", beside: Sequence[str] = ()) -> tuple[Any, BaseModel]:
+    """The class named by `table["id"]` and its own validated configuration from the rest of the table. `beside`: keys of the
+    table that are not the plug-in's, for the hint of an unknown one."""
     options = {key: value for key, value in table.items() if key != "id"}
     cls = find(kind, str(table["id"]))
     if not hasattr(cls, "Config"):
@@ -117,7 +133,7 @@ def plugin_config(kind: Kind, table: dict[str, Any], prefix: str = "") -> tuple[
     try:
         return cls, cls.Config(**options)
     except ValidationError as error:
-        raise config_error(error, cls.Config, prefix=prefix or kind) from None
+        raise config_error(error, cls.Config, prefix or kind, beside) from None
 
 
 def environment(table: dict[str, Any], prefix: str = "") -> Any:
@@ -134,13 +150,13 @@ def environment(table: dict[str, Any], prefix: str = "") -> Any:
         ) from error
 
 
-def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "") -> ConfigError:
-    """The first problem of a pydantic error as one line with field, value and next step."""
+def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "", beside: Sequence[str] = ()) -> ConfigError:
+    """The first problem of a pydantic error as one line with field, value and next step. `beside`: see `plugin_config`."""
     first = error.errors()[0]
     path = ".".join(str(part) for part in (*([prefix] if prefix else []), *first["loc"]))
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
-        names = _fields_at(model, first["loc"][:-1])
+        names = [*_fields_at(model, first["loc"][:-1]), *(beside if len(first["loc"]) == 1 else ())]
         return ConfigError(f"`{path}` is not a setting{more}", hint=nearest(str(first["loc"][-1]), names))
     if first["type"] == "missing":
         return ConfigError(f"`{path}` is missing{more}", hint="add it to the configuration file, or pass it as key=value")

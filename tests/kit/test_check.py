@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,23 @@ def test_what_cannot_be_had_is_a_config_error(name: str, words: list[str], messa
     with pytest.raises(ConfigError, match=message) as caught:
         check(name, words)
     assert caught.value.hint
+
+
+def test_a_module_without_its_class_is_told_how_a_class_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mirror_kit.py").write_text("class Mirror:\n    Config = dict\n\nclass MirrorTask: ...\n")
+    for name in ("mirror_kit", "tests.kit.planted"):
+        with pytest.raises(ConfigError, match="is not known") as caught:
+            check(name)
+        assert "module:Class" in caught.value.hint
+    assert "`tests.kit.planted:Sound`" in caught.value.hint and "planted:Live`" not in caught.value.hint
+    for name, said in (("tests.kit.planned", "No module named"), ("harness.errors", "no class with a `Config`")):
+        with pytest.raises(ConfigError) as caught:
+            check(name)
+        assert "module:Class" in caught.value.hint and said in caught.value.hint
+    with pytest.raises(ConfigError) as caught:
+        check("summs")
+    assert caught.value.hint == "did you mean `sums`?"
 
 
 def test_a_pool_that_grows_is_no_leak() -> None:

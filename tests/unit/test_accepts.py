@@ -94,7 +94,11 @@ def test_what_no_schema_can_say_is_left_unsaid() -> None:
 
 
 def test_a_run_s_configuration_has_such_hints(tmp_path: Path) -> None:
-    for word, said in (("engine.id=torche", '"torch", "vllm"'), ("algorithm.batch=0", "at least 1"), ("steps=x", "whole number")):
+    for word, said in (
+        ("engine.id=torche", '"torch", "vllm"'),
+        ("algorithm.batch=0", "at least 1"),
+        ("steps=x", "whole number"),
+    ):
         with pytest.raises(ConfigError) as caught:
             load_config(["configs/quickstart.toml", word])
         assert said in caught.value.hint

@@ -103,6 +103,16 @@ def test_a_parts_own_faults_are_named_with_their_place() -> None:
     assert "sums" in str(error.value.hint)
 
 
+def test_an_unknown_key_of_a_part_is_told_the_mixture_s_keys_too() -> None:
+    with pytest.raises(ConfigError, match=r"`environment\.parts\.0\.weigth` is not a setting") as caught:
+        mixture({**SUMS, "weigth": 2.0})
+    assert "`weight`" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"`environment\.parts\.0\.qqq` is not a setting") as caught:
+        mixture({**SUMS, "qqq": 2.0})
+    named = caught.value.hint.removeprefix("valid: ").split(", ")
+    assert {"id", "weight", "name", "pass_rates", "keep", "train_tasks"} <= set(named)
+
+
 class Nothing:
     """An environment without tasks."""
 
