@@ -1,7 +1,7 @@
 """What a setting accepts, in words, for the hint of a bad value.
 
-Flows in: a pydantic model and where in it the value stands. Flows out: `one of "a", "b"`, `a whole number (at least 1)`, .., from
-the model's JSON schema; empty where that cannot be said.
+Flows in: a pydantic model and where in it the value stands. Flows out: `one of "a", "b"`, `a whole number (at least 1)`,
+.., from the model's JSON schema; empty where that cannot be said.
 """
 
 from __future__ import annotations

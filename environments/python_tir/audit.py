@@ -1,7 +1,8 @@
 """How the grader judges the answers of a data set: every right one in at least five written forms, and wrong ones near it.
 
-    python -m environments.python_tir.audit FILE [FILE ...]
+    python -m environments.python_tir.audit [invalid=skip] FILE [FILE ...]
 
+The first bad row is an error, unless `invalid=skip`, as in the environment's options, leaves such rows out and prints why.
 Flows out: per file the share of right forms that were refused and of wrong answers that were accepted, then every such case.
 """
 
@@ -17,9 +18,10 @@ from pathlib import Path
 from environments.python_tir.equivalence import clean, number, wordy
 from environments.python_tir.grading import Grader
 from environments.python_tir.rows import MathRow, load
-from harness.errors import SaoError
+from harness.errors import ConfigError, SaoError
 
 FORMS_MIN = 5
+SKIP = "invalid=skip"
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 DIGITS = re.compile(r"(?<![\w.])\d+|(?<=[a-zA-Z }({^_*+-])\d+(?!\.\d)")
 
@@ -184,10 +186,13 @@ async def audit(rows: list[MathRow]) -> Report:
     )
 
 
-def main(files: list[str]) -> None:
-    """Print a report per file."""
+def main(words: list[str]) -> None:
+    """Print a report per file. Raises `ConfigError`."""
+    files = [word for word in words if word != SKIP]
+    if not files:
+        raise ConfigError("no file is named", hint=f"python -m environments.python_tir.audit [{SKIP}] FILE [FILE ...]")
     for file in files:
-        rows, refused = load(file, invalid="skip")
+        rows, refused = load(file, invalid="skip" if SKIP in words else "error")
         lines = [f"{Path(file).name}: {asyncio.run(audit(rows))}", *(f"no row: {reason}" for reason in refused)]
         sys.stdout.write("\n".join(lines) + "\n")
 

@@ -27,7 +27,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 GSM8K = re.compile(r"####\s*(.+?)\s*\Z")
 """Where an answer with its working ends in the result."""
 
-HINT = 'correct the row, or set environment.invalid = "skip"'
+HINT = 'correct the row, or leave such rows out: environment.invalid = "skip" (in the audit: invalid=skip)'
 
 
 class MathRow(BaseModel):
@@ -93,6 +93,8 @@ def _field(field: str, columns: dict[str, Any], where: str, default: str | None 
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ConfigError(f"{where}: `{name}` is {type(value).__name__}, not text or a number", hint=HINT)
         if text := str(value).strip():
+            if re.search("[\ud800-\udfff]", text):
+                raise ConfigError(f"{where}: `{name}` holds half a surrogate pair, which is no text", hint=HINT)
             return text
     if default is None:
         names = " or ".join(f"`{name}`" for name in COLUMNS[field])
