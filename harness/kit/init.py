@@ -1,6 +1,7 @@
 """`sao init env NAME`: a package with an environment that works, to be edited.
 
-Flows in: a name and the folder to make it in. Flows out: the path of a new folder, filled from `templates/`.
+Flows in: a name and the folder to make it in. Flows out: the path of a new folder, filled from `templates/` and with a copy of
+the tiny policy, so that it can be moved.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shutil
 import sys
 from pathlib import Path
 from string import Template
@@ -16,8 +18,10 @@ from harness.errors import ConfigError
 from harness.registry import BUILTIN
 
 TEMPLATES = Path(__file__).parent / "templates"
-POLICY = "configs/quickstart-warm"
-"""The tiny model of a checkout."""
+WARM = Path(__file__).resolve().parents[2] / "configs" / "quickstart-warm"
+"""The tiny model of a checkout; an installed package has none."""
+POLICY = "tiny-policy"
+"""Where its copy lies; no Python package can be called so."""
 
 
 def init_environment(name: str, where: Path) -> Path:
@@ -26,16 +30,17 @@ def init_environment(name: str, where: Path) -> Path:
     folder = where / name
     if folder.exists():
         raise ConfigError(f"{folder} exists", hint="take another name, or move it away")
-    checkout = Path(__file__).resolve().parents[2] / POLICY
     words = {
         "name": name,
         "Class": "".join(part.title() for part in name.split("_")),
-        "policy": str(checkout) if checkout.is_dir() else POLICY,
+        "policy": POLICY,
     }
     for source in sorted(TEMPLATES.rglob("*.tmpl")):
         target = folder / str(source.relative_to(TEMPLATES)).removesuffix(".tmpl").replace("NAME", name)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(Template(source.read_text()).substitute(words))
+    if WARM.is_dir():
+        shutil.copytree(WARM, folder / POLICY)
     return folder
 
 

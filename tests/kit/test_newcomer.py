@@ -69,6 +69,18 @@ def test_the_newcomer_s_path(say: Say, tmp_path: Path, record_property: Callable
     record_property("seconds", time.monotonic() - start)
 
 
+def test_the_package_can_be_moved(say: Say, tmp_path: Path) -> None:
+    assert say("init", "env", "mirror").returncode == 0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "mirror").rename(tmp_path / "elsewhere" / "renamed")
+    folder = tmp_path / "elsewhere" / "renamed"
+    written = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "tiny-policy"]
+    assert not [path for path in written if str(ROOT) in path.read_text() or str(tmp_path) in path.read_text()]
+    dry = say("train", "--dry-run", "config.toml", folder="elsewhere/renamed")
+    assert dry.returncode == 0, dry.stderr
+    assert str(folder / "tiny-policy") in dry.stdout
+
+
 def test_a_bad_edit_is_named(say: Say, tmp_path: Path) -> None:
     say("init", "env", "mirror")
     edit(tmp_path / "mirror" / "mirror" / "environment.py", "judge", JUDGE.replace("else 0.0", "else 0.5"))
