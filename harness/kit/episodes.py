@@ -67,6 +67,8 @@ async def _begun(subject: Subject, task: Task) -> Notes:
 def diagnosis(played: Played, wall_s: float) -> tuple[str, str, str] | None:
     """(name of the check that a bad episode on a healthy sandbox fails, what was seen, what to do)."""
     episode, score = played.episode, played.notes.score
+    if played.raised:
+        return "solver", f"the solver raised {short(played.raised)} on {played.task.id}", "correct `solver`"
     turns = [turn for turn in getattr(score, "turn_rewards", {}) if turn not in range(played.turns)]
     if turns:
         return "turn_rewards", f"turn {turns[0]} is given a reward, but there are {played.turns}", _TURN
@@ -137,6 +139,7 @@ async def solver(subject: Subject) -> str:
     """The environment's own solver gets the full reward: the tasks can be solved."""
     if not subject.solvable:
         raise Skipped("there is no `solver`: nobody has proved that the tasks can be solved", "add `solver(task)`")
+    await owned(subject, "solver")
     full = float(getattr(subject.environment, "full_reward", 1.0))
     for played in await alone(subject):
         _sound(subject, played)
@@ -220,6 +223,8 @@ async def clean_up(subject: Subject) -> str:
 async def concurrency(subject: Subject) -> str:
     """Sixteen episodes at once go as they go one by one."""
     once = await alone(subject)
+    if any(played.raised for played in once):
+        raise Skipped("`solver` comes first")
     jobs = [once[i % len(once)] for i in range(TOGETHER)]
     together = await asyncio.gather(*(subject.play(p.task, subject.best(p.task)) for p in jobs))
     for one, other in zip(jobs, together, strict=True):
@@ -263,7 +268,7 @@ def _sound(subject: Subject, played: Played) -> None:
     """Raises `Broken` if the episode has no verdict, whatever check meets it first."""
     found = diagnosis(played, subject.limits.wall_s)
     if found is not None:
-        raise Broken(f"{played.task.id}: {found[1]}", found[2])
+        raise Broken(found[1] if played.raised else f"{played.task.id}: {found[1]}", found[2])
 
 
 def _total(played: Played) -> float:
@@ -279,7 +284,7 @@ def _said(played: Played) -> str:
 
 _PLAYED = ("episodes", "turn_rewards", "limits", "blocking")
 CHECKS = (
-    Check("solver", solver, _PLAYED),
+    Check("solver", solver, ("begin",)),
     Check("idle", idle, _PLAYED),
     Check("verdict", verdict, ("begin",)),
     Check("arguments", arguments, (*_PLAYED, "verdict")),

@@ -6,6 +6,7 @@ Flows in: an environment, its options, a sandbox table, limits. Flows out: `Play
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ class Played:
     seconds: float
     episode: Episode | None = None
     broken: str = ""
+    raised: str = ""
+    """What the solver raised, if it did."""
 
     @property
     def verdict(self) -> tuple[Any, ...]:
@@ -86,14 +89,22 @@ class Subject:
     def best(self, task: Task) -> Script:
         """The environment's own solver; silence if it has none."""
         environment: Any = self.environment
-        return environment.solver(task) if self.solvable else in_turn()
+        made: list[Script] = []
+
+        def script(conversation: str, rng: random.Random) -> str:
+            if not made:  # here, so that what `solver` raises is noted as what its script raises
+                made.append(environment.solver(task))
+            return made[0](conversation, rng)
+
+        return script if self.solvable else in_turn()
 
     async def play(self, task: Task, script: Script, trouble: Trouble | None = None, **limits: Any) -> Played:
         """One episode. Whatever it does, this comes back."""
         self._count += 1
         notes = Notes(trouble)
         sessions: list[TokenSession] = []
-        engine = ScriptedEngine(self.chat, script)
+        played = Played(task, notes, 0, 0.0)
+        engine = ScriptedEngine(self.chat, _noted(script, played))
         bound = replace(self.limits, **limits)
 
         def session(episode_id: str, seed: int | None) -> TokenSession:
@@ -105,7 +116,6 @@ class Subject:
         stage = Stage(environment, self.agent, provider, bound, session)  # type: ignore[arg-type]
         start = time.monotonic()
         job = asyncio.create_task(run_episode(stage, task, f"check-{self._count}", seed=0))
-        played = Played(task, notes, 0, 0.0)
         await asyncio.wait({job}, timeout=4 * bound.wall_s + GRACE_S)  # acquire, begin, act, score
         if not job.done() and notes.score_s > bound.wall_s:
             await asyncio.wait({job}, timeout=notes.score_s)
@@ -119,6 +129,20 @@ class Subject:
                 played.broken = f"{type(error).__name__}: {error}"
         played.turns = sessions[0].turns if sessions else 0
         return played
+
+
+def _noted(script: Script, played: Played) -> Script:
+    def noted(conversation: str, rng: random.Random) -> str:
+        try:
+            turn = script(conversation, rng)
+            if not isinstance(turn, str):
+                raise TypeError(f"its script gave {type(turn).__name__}, not text")
+        except Exception as error:
+            played.raised = f"{type(error).__name__}: {error}"
+            raise
+        return turn
+
+    return noted
 
 
 def subject(spec: str, options: dict[str, Any], sandbox: dict[str, Any], limits: Limits, folder: Path, run_id: str) -> Subject:

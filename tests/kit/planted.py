@@ -235,6 +235,28 @@ class CannotBeSolved(Sound):
             return 0.5 * await super().judge()
 
 
+class CannotSolve(Sound):
+    """Fault of `solver`: raises when it is asked for a script."""
+
+    def solver(self, task: Task) -> Script:
+        return in_turn(str(task.data["no such key"]))
+
+
+class SolvesOneTask(Sound):
+    """Fault of `solver`: the script raises at a later task."""
+
+    def solver(self, task: Task) -> Script:
+        script = super().solver(task)
+        return lambda conversation, rng: script(conversation, rng) if task.data["number"] == 0 else str(1 // 0)
+
+
+class SolvesWithNothing(Sound):
+    """Fault of `solver`: the script gives no text."""
+
+    def solver(self, task: Task) -> Script:
+        return lambda conversation, rng: None  # type: ignore[return-value]
+
+
 class PaysForNothing(Sound):
     """Fault of `idle`."""
 

@@ -33,6 +33,9 @@ FAULTS = {
     planted.TakesATimeoutForAZero: ("limits", "hangs in `score` was scored 0"),
     planted.BlocksTheLoop: ("blocking", "time.sleep(1.7)"),
     planted.CannotBeSolved: ("solver", "0.5 of 1"),
+    planted.CannotSolve: ("solver", "the solver raised KeyError: 'no such key' on train/0/0"),
+    planted.SolvesOneTask: ("solver", "the solver raised ZeroDivisionError: integer division or modulo by zero on train/0/1"),
+    planted.SolvesWithNothing: ("solver", "its script gave NoneType, not text"),
     planted.PaysForNothing: ("idle", "gets 0.1"),
     planted.JudgesByLot: ("verdict", "silence"),
     planted.JudgesInfinitely: ("verdict", "not finite"),
@@ -83,6 +86,15 @@ def test_the_suite_names_the_fault(cls: type, name: str, seen: str) -> None:
     assert not passed(verdicts)
     (todo,) = [v.todo for v in verdicts if v.outcome == "failed"]
     assert todo
+
+
+def test_what_needs_a_solver_that_raises_is_not_done() -> None:
+    verdicts = {v.name: v for v in check(spec(planted.CannotSolve), [MEMORY])}
+    assert verdicts["solver"].todo == "correct `solver`"
+    for name in ("episodes", "turn_rewards", "limits", "verdict"):
+        assert (verdicts[name].outcome, verdicts[name].said) == ("skipped", "`solver` comes first"), name
+    for name in ("blocking", "clean_up", "concurrency", "lost_sandbox"):
+        assert verdicts[name].outcome == "skipped", name
 
 
 def test_every_check_has_a_planted_fault() -> None:
