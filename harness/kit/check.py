@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from harness.config import LimitsConfig
 from harness.configfile import overlay, overrides
 from harness.kit import episodes, tasks, trouble
+from harness.kit.leaks import adopting
 from harness.kit.play import Subject, subject
 from harness.kit.stalls import stalls
 from harness.kit.verdicts import Check, Verdict
@@ -49,7 +50,7 @@ def check(spec: str, words: Sequence[str] = ()) -> list[Verdict]:
         limits = LimitsConfig(**{**LIMITS, **options.pop("limits", {})}).limits()
     except ValidationError as error:
         raise config_error(error, LimitsConfig, "limits") from None
-    with _own_temp() as folder:
+    with _own_temp() as folder, adopting():
         run_id = f"check-{os.getpid()}-{folder.name}"
         made = subject(spec, options, sandbox, limits, folder, run_id)
         if not made.solvable:  # every play is silence

@@ -12,16 +12,15 @@ from typing import Any
 
 from harness.engines.scripted import in_turn
 from harness.errors import SaoError
-from harness.kit.leaks import holdings, left_since
+from harness.kit.leaks import holdings, left_since, outside
 from harness.kit.play import Played, Subject
+from harness.kit.replies import answered_alike
 from harness.kit.rubbish import TEXTS, rubbish_calls
 from harness.kit.verdicts import Broken, Check, Skipped, short
 from harness.kit.watch import Notes, WatchedEnvironment, WatchedProvider
 from harness.task import Task, Termination
 from harness.tools import NAME
 
-ALONE = 4
-"""Tasks that are played one by one."""
 TOGETHER = 16
 IDLE_TURNS = 3
 SECRET = 6
@@ -30,6 +29,7 @@ SECRET = 6
 
 async def begin(subject: Subject) -> str:
     """Begun twice, in two fresh sandboxes, a task has the same tools and the same files."""
+    subject.kept["outside"] = outside()
     (task,) = subject.tasks("train", 1)
     one, other = await _begun(subject, task), await _begun(subject, task)
     for schema in one.tools:
@@ -154,18 +154,18 @@ async def solver(subject: Subject) -> str:
 
 async def idle(subject: Subject) -> str:
     """Who does nothing gets nothing."""
-    for task in _some(subject):
+    for task in subject.some():
         played = await subject.play(task, in_turn(), max_turns=IDLE_TURNS)
         _sound(subject, played)
         if _total(played) > 0:
             raise Broken(f"saying nothing gets {_total(played):g} on {task.id}", "reward what only work can bring about")
-    return f"nothing for silence on {len(_some(subject))} tasks"
+    return f"nothing for silence on {len(subject.some())} tasks"
 
 
 async def verdict(subject: Subject) -> str:
     """The same play gets the same verdict, a finite one."""
     await owned(subject, "verdict")
-    task = _some(subject)[0]
+    task = subject.some()[0]
     most = subject.limits.max_turns
     for script, what, turns in ((subject.best, "the solver's play", most), (lambda _: in_turn(), "silence", IDLE_TURNS)):
         one, other = [await subject.play(task, script(task), max_turns=turns) for _ in range(2)]
@@ -179,7 +179,7 @@ async def verdict(subject: Subject) -> str:
 
 async def arguments(subject: Subject) -> str:
     """Whatever the model writes is answered to the model; nothing raises."""
-    task = _some(subject)[0]
+    task = subject.some()[0]
     notes = await _begun(subject, task)
     turns = [turn for schema in notes.tools for turn in rubbish_calls(schema["function"])] or list(TEXTS)
     left = iter(turns)
@@ -203,8 +203,8 @@ async def arguments(subject: Subject) -> str:
 
 
 async def clean_up(subject: Subject) -> str:
-    """An episode leaves nothing behind: no sandbox, process, temporary or open file, port, task or thread."""
-    task = _some(subject)[0]
+    """An episode leaves nothing behind: no sandbox, process, port, task, thread, open file, or file here or at home."""
+    task = subject.some()[0]
     before = holdings()
     plays = [await subject.play(task, subject.best(task)), await subject.play(task, in_turn(), max_turns=IDLE_TURNS)]
     for played in plays:
@@ -213,10 +213,13 @@ async def clean_up(subject: Subject) -> str:
             for sandbox in list(played.notes.open):
                 await sandbox.close()
             raise Broken(f"{count} sandboxes of `sandbox.fresh()` are left open", "close what `fresh` gave in a `finally`")
-    left = await left_since(before)
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise Broken(f"left behind: {left[0]}{more}", "let go of it in the live task's `close()`, which is always called")
+    for left, todo in (
+        (await left_since(before), "let go of it in the live task's `close()`, which is always called"),
+        (sorted(outside() - subject.kept["outside"]), "write into the sandbox; if it is another program's, check again"),
+    ):
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise Broken(f"left behind: {left[0]}{more}", todo)
     return "nothing is left behind"
 
 
@@ -233,12 +236,12 @@ async def concurrency(subject: Subject) -> str:
                 f"{one.task.id} got {_said(one)} alone and {_said(other)} among {TOGETHER}",
                 "keep an episode's state in its live task and its sandbox, not in the class, the environment or a fixed path",
             )
-    return f"{TOGETHER} at once are judged as one by one"
+    return f"{TOGETHER} at once are judged as one by one{await answered_alike(subject, list(zip(jobs, together, strict=True)))}"
 
 
 async def secrets(subject: Subject) -> str:
     """The answer in `task.data` is in no file that the agent can read."""
-    tasks = _some(subject)
+    tasks = subject.some()
     answers = [task.data.get("answer") for task in tasks]
     if not all(isinstance(answer, str) and len(answer) >= SECRET for answer in answers):
         return f'no `data["answer"]` of {SECRET} or more characters to look for'
@@ -254,14 +257,10 @@ async def secrets(subject: Subject) -> str:
 async def alone(subject: Subject) -> list[Played]:
     """Some tasks, each played by the solver, one by one; once."""
     if "alone" not in subject.kept:
-        rest = [await subject.play(task, subject.best(task)) for task in _some(subject)[1:]]
+        rest = [await subject.play(task, subject.best(task)) for task in subject.some()[1:]]
         subject.kept["alone"] = [await first(subject), *rest]
     plays: list[Played] = subject.kept["alone"]
     return plays
-
-
-def _some(subject: Subject) -> list[Task]:
-    return [*subject.tasks("train", ALONE - 1), *subject.tasks("heldout", 1)]
 
 
 def _sound(subject: Subject, played: Played) -> None:

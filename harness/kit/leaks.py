@@ -1,16 +1,21 @@
-"""What an episode can leave behind on this machine: processes, temporary files, open files, ports, tasks, threads.
+"""What an episode can leave behind on this machine: processes, files, open files, ports, tasks, threads.
 
 Flows in: nothing. Flows out: names of what there is now, to be compared with what there was. What the sandbox providers keep
-for themselves is not counted; without /proc (not Linux) processes, open files and ports are not seen.
+for themselves is not counted; without /proc (not Linux) processes, open files and ports are not seen. A process that has left
+its parents (double fork, setsid) is seen inside `adopting` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
+import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HARNESS = str(Path(__file__).resolve().parents[1])
@@ -19,6 +24,33 @@ SETTLE_S = 5.0
 LISTENING = "0A"
 POOLS = ("asyncio_", "ThreadPoolExecutor", "docker_")
 """Threads that wait for work, the event loop's and the Docker engine's clients: there may be more of them later."""
+USUAL = {"__pycache__", ".cache", ".config", ".local"}
+"""Where programs keep what is no episode's."""
+SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER, prctl(2)."""
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """While the block runs, a descendant whose parents end becomes a child of this process instead of the system's (Linux)."""
+    if sys.platform != "linux":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(SUBREAPER, 0, 0, 0, 0)
+
+
+def outside() -> set[str]:
+    """What lies in the current folder and at the top of the home folder, where no episode should write."""
+    found = set()
+    for folder, name in ((Path.cwd(), "the current folder"), (Path("~").expanduser(), "the home folder")):
+        with contextlib.suppress(OSError):
+            found |= {f"{entry} in {name}" for entry in os.listdir(folder) if entry not in USUAL}
+    return found
 
 
 def holdings() -> set[str]:
@@ -52,8 +84,10 @@ def _processes() -> set[str]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             head, _, tail = stat.read_text().rpartition(")")
-            pid = int(stat.parent.name)
-            parents[pid], names[pid] = int(tail.split()[1]), head.partition("(")[2]
+            state, parent = tail.split()[:2]
+            if state not in "ZX":  # one that has ended and that nobody has asked for
+                pid = int(stat.parent.name)
+                parents[pid], names[pid] = int(parent), head.partition("(")[2]
     found: set[int] = set()
     below = {os.getpid()}
     while below:

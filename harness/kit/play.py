@@ -25,6 +25,8 @@ from harness.registry import environment, plugin_config
 from harness.session import TokenSession
 from harness.task import Limits, Split, Task
 
+ALONE = 4
+"""Tasks that are played one by one."""
 GRACE_S = 10.0
 """How long after its last limit an episode may still take to end."""
 SPECIAL = ("<|im_start|>", "<|im_end|>")
@@ -65,6 +67,7 @@ class Subject:
 
     spec: str
     options: dict[str, Any]
+    sandbox: dict[str, Any]
     environment: Environment
     sandboxes: SandboxProvider
     chat: Chat
@@ -80,6 +83,10 @@ class Subject:
             self.kept[split] = self.environment.tasks(split)
         tasks = self.kept[split]
         return [tasks[i] for i in range(min(most, len(tasks)))]
+
+    def some(self) -> list[Task]:
+        """The tasks that are played one by one, one of them held out."""
+        return [*self.tasks("train", ALONE - 1), *self.tasks("heldout", 1)]
 
     @property
     def solvable(self) -> bool:
@@ -150,7 +157,9 @@ def subject(spec: str, options: dict[str, Any], sandbox: dict[str, Any], limits:
     made = environment({"id": spec, **options})
     provider, provider_config = plugin_config("sandbox", sandbox)
     agent, agent_config = plugin_config("agent", {"id": "tool_loop"})
-    return Subject(spec, options, made, provider(provider_config, run_id), byte_chat(folder), limits, agent(agent_config))
+    return Subject(
+        spec, options, sandbox, made, provider(provider_config, run_id), byte_chat(folder), limits, agent(agent_config)
+    )
 
 
 def byte_chat(folder: Path, special: Sequence[str] = SPECIAL) -> Chat:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import sys
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from harness.kit.digest import REPEATED, SPLITS, digests
+from harness.kit.elsewhere import elsewhere
 from harness.kit.play import Subject
 from harness.kit.verdicts import Broken, Check, short
 from harness.task import Task
 
 COMPARED = 1000
 """Tasks of each split whose ids and contents are compared."""
-CHILD_S = 120.0
 NOBODY = "no_environment_has_this_option"
 
 
@@ -63,7 +61,8 @@ async def plain_tasks(subject: Subject) -> str:
 async def repeatable_tasks(subject: Subject) -> str:
     """Another process, with other hashes, makes the same tasks."""
     here = digests(subject.environment)
-    there = await _digests_elsewhere(subject)
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    there = await elsewhere("digest", subject.spec, json.dumps(subject.options), seed=seed, doing="make the tasks")
     for split in SPLITS:
         pairs = list(zip(here[split], there[split], strict=False))
         if here["sizes"] != there["sizes"]:
@@ -117,29 +116,6 @@ def _lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _lists(item) for key, item in value.items()}
     return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-async def _digests_elsewhere(subject: Subject) -> dict[str, Any]:
-    own = os.environ.get("PYTHONHASHSEED", "random")
-    path = os.pathsep.join(part or os.getcwd() for part in sys.path)
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "harness.kit.digest", subject.spec, json.dumps(subject.options)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "2" if own == "1" else "1"},
-    )
-    try:
-        async with asyncio.timeout(CHILD_S):
-            out, errors = await child.communicate()
-    except TimeoutError:
-        child.kill()
-        await child.wait()
-        raise Broken(f"another process has not made the tasks in {CHILD_S:g} s", "return a lazy sequence of tasks") from None
-    if child.returncode != 0:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        raise Broken(f"another process cannot make the tasks: {last}", "make them from the options alone")
-    answer: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
-    return answer
 
 
 CHECKS = (

@@ -42,6 +42,8 @@ class Notes:
     """Sandboxes that nobody has closed yet."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     last_call: str = ""
+    replies: list[tuple[str, str]] = field(default_factory=list)
+    """(tool, content) of what was answered."""
     score: Any = None
     score_s: float = 0.0
     """The task's own limit of its verdict, where it has one, seconds."""
@@ -149,6 +151,7 @@ class WatchedTask:
             self._notes.phase = "tool"
             await asyncio.sleep(0)
             result = await call(arguments)
+            self._notes.replies.append((name, str(getattr(result, "content", result))))
             self._notes.phase = "agent"
             await asyncio.sleep(0)
             return result

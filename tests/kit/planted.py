@@ -6,11 +6,13 @@ A task asks for a word that is derived from the number in question.txt; the agen
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -301,6 +303,34 @@ class LeavesAProcess(Sound):
         return await super().begin(task, sandbox)
 
 
+class LeavesADaemon(Sound):
+    """Fault of `clean_up`: a process that has no parent, session or variable of ours."""
+
+    started: list[int] = []  # noqa: RUF012
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Any:
+        command = ["sh", "-c", "setsid sleep 120 >&- 2>&- & echo $!"]
+        done = await asyncio.to_thread(subprocess.run, command, env={"PATH": os.defpath}, stdout=subprocess.PIPE, check=True)
+        self.started.append(int(done.stdout))
+        return await super().begin(task, sandbox)
+
+
+class WritesHere(Sound):
+    """Fault of `clean_up`: the same file every time."""
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Any:
+        await asyncio.to_thread(Path("state.json").write_text, "{}")
+        return await super().begin(task, sandbox)
+
+
+class WritesAtHome(Sound):
+    """Fault of `clean_up`."""
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Any:
+        await asyncio.to_thread(Path("~/.planted").expanduser().write_text, "{}")
+        return await super().begin(task, sandbox)
+
+
 class LeavesAFile(Sound):
     """Fault of `clean_up`."""
 
@@ -343,6 +373,40 @@ class KeepsStateInTheEnvironment(Sound):
             await super().judge()
             last = self.environment.config.__dict__.pop("last", None)
             return float(last == self.task.data["answer"])
+
+
+class AnswersWithTheLatest(Sound):
+    """Fault of `concurrency`: only a reply tells."""
+
+    latest = ""
+
+    class live(Live):  # noqa: N801
+        async def look(self) -> str:
+            """Read the question."""
+            self.environment.latest = await super().look()
+            await asyncio.sleep(0)
+            return self.environment.latest
+
+
+class ShowsAllThatWasAsked(Sound):
+    """Fault of `concurrency`: a list that grows with every episode."""
+
+    asked: list[str] = []  # noqa: RUF012
+
+    class live(Live):  # noqa: N801
+        async def look(self) -> str:
+            """Read the question."""
+            self.environment.asked.append(await super().look())
+            return "\n".join(self.environment.asked)
+
+
+class TellsTheTime(Sound):
+    """No fault: its replies vary by themselves."""
+
+    class live(Live):  # noqa: N801
+        async def look(self) -> str:
+            """Read the question."""
+            return f"{await super().look()} {time.time_ns()}"
 
 
 class WritesTheAnswer(Sound):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.kit.leaks import holdings
 from harness.kit.verdicts import Verdict
 from tests.kit import planted
 
+ROOT = str(Path(__file__).parents[2])
 MEMORY = "sandbox.id=memory"
 FAULTS = {
     planted.IgnoresUnknownOptions: ("config", "unknown option"),
@@ -41,10 +43,15 @@ FAULTS = {
     planted.JudgesInfinitely: ("verdict", "not finite"),
     planted.TrustsArguments: ("arguments", "IndexError"),
     planted.LeavesAProcess: ("clean_up", "process sleep"),
+    planted.LeavesADaemon: ("clean_up", "process sleep"),
+    planted.WritesHere: ("clean_up", "state.json in the current folder"),
+    planted.WritesAtHome: ("clean_up", ".planted in the home folder"),
     planted.LeavesAFile: ("clean_up", "temporary file"),
     planted.LeavesASandbox: ("clean_up", "fresh"),
     planted.LeavesATask: ("clean_up", "asyncio task"),
     planted.KeepsStateInTheEnvironment: ("concurrency", "alone"),
+    planted.AnswersWithTheLatest: ("concurrency", "`look` answers train/0/"),
+    planted.ShowsAllThatWasAsked: ("concurrency", "`look` answers train/0/"),
     planted.WritesTheAnswer: ("secrets", "tests/expected.txt"),
     planted.TakesALossForAZero: ("lost_sandbox", "lost in `score`"),
 }
@@ -72,7 +79,11 @@ def test_a_sound_environment_passes(sandbox: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "name", "seen"), [(cls, *fault) for cls, fault in FAULTS.items()], ids=lambda x: getattr(x, "__name__", "")
 )
-def test_the_suite_names_the_fault(cls: type, name: str, seen: str) -> None:
+def test_the_suite_names_the_fault(cls: type, name: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     short = ["limits.wall_s=2"] if cls is planted.NeverJudges else []
     try:
         verdicts = check(spec(cls), [MEMORY, *short])
@@ -81,11 +92,22 @@ def test_the_suite_names_the_fault(cls: type, name: str, seen: str) -> None:
             process.kill()
             process.wait(10.0)
         planted.LeavesAProcess.started.clear()
+        for pid in planted.LeavesADaemon.started:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        planted.LeavesADaemon.started.clear()
     assert list(failures(verdicts)) == [name], table(verdicts)
     assert seen in failures(verdicts)[name]
     assert not passed(verdicts)
     (todo,) = [v.todo for v in verdicts if v.outcome == "failed"]
     assert todo
+
+
+def test_replies_that_vary_by_themselves_are_no_fault() -> None:
+    verdicts = check(spec(planted.TellsTheTime), [MEMORY])
+    assert passed(verdicts), table(verdicts)
+    (said,) = [v.said for v in verdicts if v.name == "concurrency"]
+    assert said.endswith("replies of `look` vary even alone, and were not compared")
 
 
 def test_what_needs_a_solver_that_raises_is_not_done() -> None:
