@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from harness.config import LimitsConfig
 from harness.configfile import overlay, overrides
-from harness.kit import episodes, tasks, trouble
+from harness.kit import episodes, secrets, tasks, trouble
 from harness.kit.leaks import adopting
 from harness.kit.play import Subject, subject
 from harness.kit.stalls import stalls
@@ -38,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     trouble.LIMITS,
     Check("blocking", episodes.blocking, ("episodes", "turn_rewards", "limits")),
     *episodes.CHECKS,
+    secrets.SECRETS,
     trouble.LOST,
 )
 

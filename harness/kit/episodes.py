@@ -23,15 +23,13 @@ from harness.tools import NAME
 
 TOGETHER = 16
 IDLE_TURNS = 3
-SECRET = 6
-"""Characters that an answer needs for its presence in a file to mean something."""
 
 
 async def begin(subject: Subject) -> str:
     """Begun twice, in two fresh sandboxes, a task has the same tools and the same files."""
     subject.kept["outside"] = outside()
     (task,) = subject.tasks("train", 1)
-    one, other = await _begun(subject, task), await _begun(subject, task)
+    one, other = await begun(subject, task), await begun(subject, task)
     for schema in one.tools:
         function = schema["function"]
         if not NAME.fullmatch(function["name"]) or function["parameters"].get("type") != "object":
@@ -47,7 +45,8 @@ async def begin(subject: Subject) -> str:
     return f"{len(names)} tools, {len(one.written)} files, the same twice"
 
 
-async def _begun(subject: Subject, task: Task) -> Notes:
+async def begun(subject: Subject, task: Task) -> Notes:
+    """What `begin` has done with a sandbox of its own."""
     notes = Notes()
     sandbox: Any = await WatchedProvider(subject.sandboxes, notes).acquire(task)
     try:
@@ -180,7 +179,7 @@ async def verdict(subject: Subject) -> str:
 async def arguments(subject: Subject) -> str:
     """Whatever the model writes is answered to the model; nothing raises."""
     task = subject.some()[0]
-    notes = await _begun(subject, task)
+    notes = await begun(subject, task)
     turns = [turn for schema in notes.tools for turn in rubbish_calls(schema["function"])] or list(TEXTS)
     left = iter(turns)
     said = 0
@@ -239,21 +238,6 @@ async def concurrency(subject: Subject) -> str:
     return f"{TOGETHER} at once are judged as one by one{await answered_alike(subject, list(zip(jobs, together, strict=True)))}"
 
 
-async def secrets(subject: Subject) -> str:
-    """The answer in `task.data` is in no file that the agent can read."""
-    tasks = subject.some()
-    answers = [task.data.get("answer") for task in tasks]
-    if not all(isinstance(answer, str) and len(answer) >= SECRET for answer in answers):
-        return f'no `data["answer"]` of {SECRET} or more characters to look for'
-    leaks = []
-    for task, answer in zip(tasks, answers, strict=True):
-        written = (await _begun(subject, task)).written
-        leaks += [path for path, data in sorted(written.items()) if str(answer).encode() in data][:1]
-    if len(leaks) == len(tasks):
-        raise Broken(f"{leaks[0]} holds the answer", "write what only the verdict needs when it is judged, or keep it outside")
-    return "no file holds the answer"
-
-
 async def alone(subject: Subject) -> list[Played]:
     """Some tasks, each played by the solver, one by one; once."""
     if "alone" not in subject.kept:
@@ -289,5 +273,4 @@ CHECKS = (
     Check("arguments", arguments, (*_PLAYED, "verdict")),
     Check("clean_up", clean_up, _PLAYED),
     Check("concurrency", concurrency, (*_PLAYED, "verdict")),
-    Check("secrets", secrets, _PLAYED),
 )

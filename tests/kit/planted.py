@@ -417,6 +417,45 @@ class WritesTheAnswer(Sound):
         return await super().begin(task, sandbox)
 
 
+class WritesAShortAnswer(Sound):
+    """Fault of `secrets`: a number, below other keys."""
+
+    def task(self, split: Split, index: int) -> Task:
+        task = super().task(split, index)
+        task.data["truth"] = {"right_answer": 30 + index}
+        return task
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Any:
+        await sandbox.write("answer.json", f'{{"n": {task.data["truth"]["right_answer"]}}}'.encode())
+        return await super().begin(task, sandbox)
+
+
+class WritesALabel(Sound):
+    """Fault of `secrets`: two labels, in a file of one line."""
+
+    def task(self, split: Split, index: int) -> Task:
+        task = super().task(split, index)
+        task.data["labels"] = ["yes", f"{index}"]
+        return task
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Any:
+        await sandbox.write("key.txt", f"labels: {task.data['labels']}".encode())
+        return await super().begin(task, sandbox)
+
+
+class AsksForTheLargest(Sound):
+    """No fault: a short answer stands among the numbers that the task is about."""
+
+    def task(self, split: Split, index: int) -> Task:
+        task = super().task(split, index)
+        task.data["largest"] = {"answer": 90 + index}
+        return task
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Any:
+        await sandbox.write("numbers.txt", f"12\n{task.data['largest']['answer']}\n55\n".encode())
+        return await super().begin(task, sandbox)
+
+
 class TakesALossForAZero(Sound):
     """Fault of `lost_sandbox`."""
 
