@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,12 @@ pytest.importorskip("mcp")
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 NAMES = ["note", "add", "fail", "die"]
+
+
+@pytest.fixture(autouse=True)
+def _own_temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other programs put into the machine's folder is no leak."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 async def use(server: str | Sequence[str], sandbox: Sandbox | None = None) -> None:
