@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from evals import heldout
-from evals.switches import SMOOTH, Floats, PhaseNumbers, paired, phase_numbers
+from evals.statistics import Floats, paired
+from evals.switches import SMOOTH, PhaseNumbers, phase_numbers
 from harness.episode import Episode
 from harness.errors import ConfigError, SaoError
 

@@ -17,14 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from evals.statistics import Floats
 
 AREA = 60
 SMOOTH = 10
 PLATEAU = 30
-RESAMPLES = 10_000
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +61,3 @@ def moving_mean(values: Floats) -> Floats:
     """Means of 10 neighbours; of all, where there are fewer."""
     width = min(SMOOTH, len(values))
     return np.convolve(values, np.ones(width) / width, mode="valid")
-
-
-def paired(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Mean difference over seeds with its 95 % bootstrap interval (percentiles of 10,000 resampled means)."""
-    values = np.asarray(differences, np.float64)
-    rng = np.random.default_rng(0)
-    means = rng.choice(values, (RESAMPLES, len(values))).mean(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(values.mean()), float(low), float(high)

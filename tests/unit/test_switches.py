@@ -13,7 +13,8 @@ import pytest
 
 from environments.online_writing.environment import OnlineWritingConfig
 from evals.online_writing import by_style, load, main, report
-from evals.switches import moving_mean, paired, phase_numbers
+from evals.statistics import paired
+from evals.switches import moving_mean, phase_numbers
 from harness.episode import Episode
 from harness.registry import find
 from harness.task import Termination
