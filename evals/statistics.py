@@ -139,7 +139,7 @@ def paired(differences: Sequence[float] | Floats) -> tuple[float, float, float]:
 def mcnemar(one: int, other: int) -> float:
     """Exact two-sided p-value of McNemar's test (1947): the discordant pairs against Binomial(one + other, 1/2)."""
     n = one + other
-    return min(1.0, 2 * sum(math.comb(n, i) for i in range(min(one, other) + 1)) / 2**n)
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(min(one, other) + 1)) / (1 << n))
 
 
 def sign_flip(differences: Floats) -> float:
