@@ -59,13 +59,20 @@ def _result(figure: Any, result: Result) -> None:
         (turns, "Turns", [s.turns for s in result.judged]),
         (tokens, "Tokens", [s.tokens for s in result.judged]),
     ):
-        axes.hist(values, bins=BINS, histtype="stepfilled")
+        axes.hist(values, bins=_edges(values), histtype="stepfilled")
         axes.set(title=f"{name} per judged sample", xlabel=name.lower(), ylabel="samples")
     counts = summarize(result).terminations
     terminations.barh(range(len(counts)), list(counts.values()))
     terminations.set_yticks(range(len(counts)), [printable(name)[:LABEL] for name in counts])
     terminations.invert_yaxis()
     terminations.set(title="Terminations", xlabel="samples")
+
+
+def _edges(values: list[int]) -> Any:
+    """Of bins that each hold as many whole numbers, about `BINS` of them."""
+    low, high = min(values, default=0), max(values, default=0)
+    width = (high - low) // BINS + 1
+    return np.arange(low, high + width + 1, width) - 0.5
 
 
 def _comparison(figure: Any, c: Comparison) -> None:

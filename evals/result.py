@@ -95,11 +95,15 @@ class Result:
         return Result(self.suite, self.model, self.runs, tuple(problems), self.settings, samples)
 
     def save(self, path: Path) -> None:
-        """Write atomically. path: a `.json` file, or the folder that shall hold `result.json`."""
+        """Write atomically; half a surrogate pair, which JSON cannot hold, becomes `?`.
+
+        path: a `.json` file, or the folder that shall hold `result.json`.
+        """
         path = path if path.suffix == ".json" else path / NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False) + "\n", encoding="utf-8")
+        stored = json.dumps({"version": VERSION, **asdict(self)}, allow_nan=False, ensure_ascii=False)
+        part.write_bytes(stored.encode("utf-8", "replace") + b"\n")
         os.replace(part, path)
 
 
