@@ -90,10 +90,10 @@ def compare(a: Result, b: Result) -> Comparison:
     """Raises `ConfigError` if the suites differ or no problem was judged in both."""
     if a.suite != b.suite:
         raise ConfigError(f"the results are of two suites, {a.suite!r} and {b.suite!r}", hint="compare results of one suite")
-    both = sorted(set(a.problems) & set(b.problems))
+    both = set(a.problems) & set(b.problems)
     of_a, of_b = (dict(zip(r.problems, st.problem_means(r.successes), strict=True)) for r in (a, b))
-    lost = tuple(p for p in both if math.isnan(of_a[p]) or math.isnan(of_b[p]))
-    common = sorted(set(both) - set(lost))
+    lost = tuple(p for p in sorted(both) if math.isnan(of_a[p]) or math.isnan(of_b[p]))
+    common = sorted(both - set(lost))
     if not common:
         raise ConfigError(
             f"no problem was judged in both results ({len(both)} are in both)", hint="compare results over the same problems"

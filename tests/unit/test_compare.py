@@ -76,6 +76,8 @@ def test_several_runs_are_compared_by_their_means() -> None:
     assert c.mcnemar is None and c.p == c.sign_flip
     np.testing.assert_array_equal(c.differences, [0.25] * 10)
     assert c.found and math.isnan(c.correlation), "neither varies over problems"
+    assert c.detectable == 6 / (10 * 4), "the finest step of the two"
+    assert compare(single("1" * 10), result({f"p{i:03}": [1.0, 0.0] for i in range(10)})).mcnemar is None
 
 
 def test_what_is_not_common_is_reported_and_left_out() -> None:

@@ -18,8 +18,8 @@ from evals.result import Result, Sample
 from evals.summary import summarize
 from harness.errors import ConfigError
 
-EVIL = "</title><script>x</script>|`a`[b](c)*d*_e_ [red]$f$\x1b[31m\n# g\u202e&amp;\udc80"
-"""Markup of every format, a colour, a heading, a turn of the direction of writing, and half a surrogate pair."""
+EVIL = "[red]$\\f{$</title><script>x</script>|`a`[b](c)*d*_e_\x1b[31m\n# g\u202e&amp;\udc80"
+"""Markup of every format, a broken formula, a colour, a heading, a turn of the direction of writing, and half a surrogate pair."""
 
 
 def make(seed: int = 0, *, problems: int = 20, runs: int = 4, name: str = "model", lost: float = 0.1) -> Result:
@@ -120,14 +120,15 @@ def evil(request: pytest.FixtureRequest) -> Result | Comparison:
 
 def test_text_escapes(evil: Result | Comparison) -> None:
     said = report.text(evil)
-    assert "[red]" in said, "no markup of rich"
+    rows = [line for line in said.splitlines() if line.startswith("  [red]") or line.startswith("  model")]
+    assert rows and all("[red]" in row for row in rows), "no markup of rich"
     assert all(c.isprintable() or c == "\n" for c in said)
     assert max(map(len, said.splitlines())) <= 120
 
 
 def test_markdown_escapes(evil: Result | Comparison) -> None:
     said = report.markdown(evil)
-    assert r"\<script\>x\</script\>\|\`a\`\[b\](c)\*d\*\_e\_ \[red\]\$f\$" in said
+    assert r"\[red\]\$\\f{\$\</title\>\<script\>x\</script\>\|\`a\`\[b\](c)\*d\*\_e\_" in said
     assert "<script>" not in said.replace(r"\<", "")
     lines = said.splitlines()
     assert not any(line.startswith("# g") for line in lines)

@@ -177,6 +177,14 @@ def test_sign_flips_against_scipy() -> None:
     assert sign_flip(values) == pytest.approx(theirs, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("p", "low", "high", "decided"),
+    [(0.049, 0.01, 0.1, True), (0.049, -0.1, -0.01, True), (0.049, 0.0, 0.1, False), (0.05, 0.01, 0.1, False)],
+)
+def test_a_difference_takes_the_test_and_the_interval(p: float, low: float, high: float, decided: bool) -> None:
+    assert decides(p, low, high) is decided
+
+
 def test_the_detectable_difference_by_hand() -> None:
     """(1.95996 + 0.84162) sd / sqrt(n); SWE-Bench Verified at 30 %: 8.1 points unpaired, 5.7 with a correlation of 0.5."""
     assert detectable(1.0, 100, 1.0) == pytest.approx(2.80159 / 10, abs=1e-5)
@@ -220,14 +228,14 @@ def differ(only_a: int, only_b: int, tasks: int) -> bool:
 
 
 def test_a_planted_difference_of_ten_points_is_found() -> None:
-    """500 tasks, 60 and 50 %. Measured: 99.5 % of 1,000 simulations, 87 % of 500 at r = 0.
+    """500 tasks, 60 and 50 %. Measured: 99.5 % of 1,000 simulations, 85 % of 500 at r = 0.
 
     Normal theory says 99.5 and 89.2 %; the exact test is a little cautious.
     """
     power, without_pairing = found(0.6, 0.5, 0.5), found(0.6, 0.5, 0.0, simulations=500)
     print(f"ten points, 500 tasks: found in {power:.1%} at a correlation of 0.5, {without_pairing:.1%} at 0")
     assert power >= 0.98
-    assert 0.82 <= without_pairing <= 0.92
+    assert 0.8 <= without_pairing <= 0.92
 
 
 def test_equal_systems_are_not_called_different() -> None:
@@ -239,7 +247,7 @@ def test_equal_systems_are_not_called_different() -> None:
 
 
 def test_what_is_called_detectable_is_found_four_times_in_five() -> None:
-    """The planted difference is the one that `detectable` names for 500 tasks at 50 %: 6.3 points. Measured: 78 % of 500."""
+    """The planted difference is the one that `detectable` names for 500 tasks at 50 %: 6.3 points. Measured: 79 % of 500."""
     gap = detectable(pair_deviation(0.5, 0.5, 0.5), 500, 1.0)
     power = found(0.5 + gap, 0.5, 0.5, simulations=500)
     print(f"{gap * 100:.1f} points, 500 tasks: found in {power:.1%}")
