@@ -19,7 +19,7 @@ from evals.summary import summarize
 from harness.errors import ConfigError
 
 EVIL = "[red]$\\f{$</title><script>x</script>|`a`[b](c)*d*_e_\x1b[31m\n# g\u202e&amp;\udc80"
-"""Markup of every format, a broken formula, a colour, a heading, a turn of the direction of writing, and half a surrogate pair."""
+"""Markup of every format, a broken formula, a colour, a heading, a turn of the direction of writing, half a surrogate pair."""
 
 
 def make(seed: int = 0, *, problems: int = 20, runs: int = 4, name: str = "model", lost: float = 0.1) -> Result:
