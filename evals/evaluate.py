@@ -134,17 +134,19 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
             model=plan.model,
             runs=plan.runs,
             problems=tuple(tasks[i].id for i in chosen),
-            settings={
-                "identity": plan.identity,
-                "split": plan.split,
-                "config": config.model_dump(mode="json", exclude_none=True),
-            },
+            settings=_settings(config, plan),
             samples=tuple(_sample(known[place]) for s in slots if (place := (s.index, s.member)) in known),
         )
         result.save(folder.path)
         if plan.official:
             await _official(run, plan, folder)
         return result
+
+
+def _settings(config: Config, plan: Plan) -> dict[str, Any]:
+    """What a score depends on besides suite and model; two results that differ in it are told apart by it."""
+    asked = config.model_dump(mode="json", exclude_none=True, include={"seed", "environment", "agent", "sandbox", "limits"})
+    return {**asked, "split": plan.split, "identity": plan.identity, "endpoint": plan.endpoint}
 
 
 def _sample(attempt: Attempt) -> Sample:
@@ -173,7 +175,9 @@ async def _official(run: Run, plan: Plan, folder: RunDir) -> None:
     tasks = run.tasks(plan.split)
     verdicts: dict[str, Any] = {}
     for member in range(plan.runs):
-        artifacts = {tasks[index].id: path for (index, m), path in left.items() if m == member}
-        verdicts[str(member)] = await judge.official(artifacts, folder.path / "official" / str(member))
+        indices = [index for index, m in left if m == member]
+        artifacts = {tasks[index].id: left[index, member] for index in indices}
+        place = folder.path / "official" / f"run-{member}"
+        verdicts[f"run {member}"] = await judge.official([tasks[index] for index in indices], artifacts, place)
     folder.write("official.json", verdicts)
     log.info("official verdicts: %s", json.dumps({m: {k: len(v) for k, v in facts.items()} for m, facts in verdicts.items()}))

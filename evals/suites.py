@@ -1,8 +1,8 @@
 """What is asked: a suite by name, a configuration whose held-out tasks are asked, or a file of rows.
 
-Flows in: what the user named. Flows out: a `Suite`: layers of configuration, runs per problem, and which split. The suites that
-come with the package are `evals/suites/*.toml`: configuration as for `sao train`, with a table `[suite]`. Problems that a licence
-or the network keeps away are loaded by name when they are asked.
+Flows in: what the user named. Flows out: a `Suite`: layers of configuration, runs per problem, and which split. The suites
+that come with the package are `evals/suites/*.toml`: configuration as for `sao train`, with a table `[suite]`. Problems that a
+licence or the network keeps away are loaded by name when they are asked.
 """
 
 from __future__ import annotations

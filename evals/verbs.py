@@ -1,30 +1,104 @@
-"""`sao experiment` behind the command line: from its arguments to an exit code.
+"""`sao eval` and `sao experiment` behind the command line: from their arguments to an exit code.
 
-Flows in: parsed arguments. Flows out: what is printed, and 0, or 1 if something could not be finished.
+Flows in: parsed arguments, and how the command line runs a coroutine. Flows out: what is printed, and 0, or 1 if something is
+missing.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from evals import report
+from evals.compare import Comparison, compare
+from evals.evaluate import evaluate, prepare, store, stored
 from evals.experiment.matrix import load_matrix
 from evals.experiment.report import write_report
 from evals.experiment.runner import outcome, run_matrix
+from evals.models import find_model
+from evals.result import Result, load
+from evals.suites import load_suite, suites
+from harness.configfile import dump_config
+from harness.errors import ConfigError
+from harness.rundir import RunDir
 
-Runner = Callable[[Awaitable[Any]], Any]
-"""Runs a coroutine to its end, with the command line's handling of signals."""
+Runner = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-def experiment(path: Path, out: Path | None, jobs: int, *, report_only: bool, run: Runner = asyncio.run) -> int:  # type: ignore[assignment]
+def evaluation(
+    words: list[str],
+    *,
+    model: str | None,
+    runs: int | None,
+    problems: int | None,
+    resume: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    run: Runner,
+) -> int:
+    """Play a suite with a model, or go on with an evaluation, and report."""
+    if resume is not None:
+        if words or model or runs or problems:
+            raise ConfigError("--resume takes suite, model and settings from the evaluation", hint="drop the other arguments")
+        plan = stored(resume)
+        folder, config = RunDir.resume(resume, model=plan.endpoint is None)
+    else:
+        if not words or model is None:
+            known = ", ".join(suites())
+            raise ConfigError("a suite and a --model are needed", hint=f"sao eval SUITE --model RUN; suites: {known}")
+        config, plan = prepare(load_suite(words[0]), find_model(model), words[1:], runs, problems)
+        if dry_run:
+            sys.stdout.write(dump_config(config))
+            return 0
+        folder = RunDir.create(config, f"eval-{plan.suite}")
+        store(folder, plan)
+    sys.stderr.write(f"run: {folder.path}\n")
+    result: Result = run(evaluate(folder, config, plan))
+    write(result, folder.path, "report")
+    official = folder.path / "official.json"
+    if as_json:
+        facts = json.loads(official.read_text()) if official.is_file() else None
+        sys.stdout.write(json.dumps({**report.as_json(result), "official": facts, "run": str(folder.path)}) + "\n")
+    else:
+        sys.stdout.write(report.text(result))
+        if official.is_file():
+            for name, facts in json.loads(official.read_text()).items():
+                said = ", ".join(f"{len(ids)} {what}" for what, ids in facts.items())
+                sys.stdout.write(f"official verdicts, {name}: {said}\n")
+        sys.stdout.write(f"report: {folder.path / 'report.html'}\n")
+    missing = len(result.problems) * result.runs - len(result.judged)
+    if missing:
+        sys.stderr.write(f"{missing} samples are missing; play them again with: sao eval --resume {folder.path}\n")
+    return 1 if missing else 0
+
+
+def comparison(paths: list[str], *, out: Path | None, as_json: bool) -> int:
+    """Two results side by side."""
+    found = compare(*(load(Path(path)) for path in paths))
+    if out is not None:
+        write(found, out, "comparison")
+    sys.stdout.write(json.dumps(report.as_json(found)) + "\n" if as_json else report.text(found))
+    return 0
+
+
+def write(of: Result | Comparison, folder: Path, name: str) -> None:
+    """Markdown and HTML."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.md").write_text(report.markdown(of))
+        (folder / f"{name}.html").write_text(report.html(of))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}", hint="give another folder") from error
+
+
+def experiment(path: Path, out: Path | None, jobs: int, *, report_only: bool, run: Runner) -> int:
     """Run what is missing of a matrix, then write its report; `out` defaults to `runs/<name of the file>`."""
     matrix = load_matrix(path)
     root = (out or Path("runs") / path.stem).resolve()
     if not report_only:
-        root.mkdir(parents=True, exist_ok=True)
         run(run_matrix(matrix, root, jobs))
     outcomes = [outcome(root, cell) for cell in matrix.cells()]
     sys.stdout.write(f"{write_report(matrix, outcomes, root)}\n")

@@ -110,6 +110,16 @@ def _parser() -> argparse.ArgumentParser:
     suite.add_argument("settings", nargs="*", metavar="key=value", help="options of the environment, sandbox.id=docker, ..")
     suite.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     suite.add_argument("--without-solver", action="store_true", help="pass also if the environment offers no solver")
+    judged = add("eval", _eval, "A suite of problems played by a model whose weights do not move, or two results compared.")
+    judged.add_argument("config", nargs="*", metavar="SUITE", help="a name, a .toml, or a file of rows; then key=value words")
+    judged.add_argument("--model", help="a run, a checkpoint, a model folder, or http://HOST/v1#NAME")
+    judged.add_argument("--runs", type=_positive, help="samples of each problem (default: the suite's)")
+    judged.add_argument("--problems", type=_positive, help="only the first so many (default: the suite's)")
+    judged.add_argument("--resume", type=Path, metavar="RUN", help="play what is missing of an evaluation")
+    judged.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two evaluations of one suite; nothing is played")
+    judged.add_argument("--out", type=Path, help="with --compare: a folder for the report as Markdown and HTML")
+    judged.add_argument("--dry-run", action="store_true", help="validate, print the resolved configuration, start nothing")
+    judged.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
     matrix = add("experiment", _experiment, "Arms x seeds as one resumable command, and the paper's tables from their runs.")
     matrix.add_argument("matrix", type=Path, help="a TOML file, for example configs/miniature.toml")
     matrix.add_argument("--out", type=Path, help="its folder; the same again runs what is missing (default: runs/<name>)")
@@ -342,6 +352,27 @@ def _check(args: argparse.Namespace) -> int:
     verdicts = check(args.environment, args.settings)
     print(json.dumps(as_json(args.environment, verdicts)) if args.json else table(verdicts))
     return 0 if passed(verdicts, without_solver=args.without_solver) else 1
+
+
+def _eval(args: argparse.Namespace) -> int:
+    if args.compare is not None:
+        if args.config or args.model or args.resume:
+            raise ConfigError(
+                "--compare plays nothing", hint="give two folders of evaluations; only --out and --json go with it"
+            )
+        comparison: Callable[..., int] = load_object("evals.verbs:comparison")
+        return comparison(args.compare, out=args.out, as_json=args.json)
+    evaluation: Callable[..., int] = load_object("evals.verbs:evaluation")
+    return evaluation(
+        args.config,
+        model=args.model,
+        runs=args.runs,
+        problems=args.problems,
+        resume=args.resume,
+        dry_run=args.dry_run,
+        as_json=args.json,
+        run=_run,
+    )
 
 
 def _experiment(args: argparse.Namespace) -> int:

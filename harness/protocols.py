@@ -172,6 +172,9 @@ class Environment(Protocol):
     A coroutine `rejoin(task, sandbox, state) -> LiveTask`, where there is one, takes up a task that an earlier process has
     begun in this sandbox; `state` is the JSON value that its live task's `state()` gave after `begin`.
 
+    A coroutine `official(tasks, artifacts, folder) -> dict`, where there is one, asks the official judge of such tasks about
+    what `score` has kept (`artifacts`: folders by task id); `sao eval` puts its verdicts beside ours.
+
     A method `solver(task) -> harness.engines.scripted.Script`, where there is one, solves a task: `sao check` plays it.
     """
 

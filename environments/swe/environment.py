@@ -12,11 +12,13 @@ import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from environments.datasets import split_of
+from environments.swe import official
 from environments.swe.grading import Grade, GradingLimits, Outcome, grade, screen
 from environments.swe.patch import Extracted, Reason, extract
 from environments.swe.prepare import prepare
@@ -138,6 +140,17 @@ class Swe:
             return await sandboxes.acquire(task)
 
         return await self.judge(row, extracted, acquire)
+
+    async def official(self, tasks: Sequence[Task], artifacts: Mapping[str, Path], folder: Path) -> dict[str, list[str]]:
+        """`swebench eval` on the patches that were judged here: instances that are resolved, and that it could not judge.
+
+        `artifacts`: folders of an episode's files by task id; a task without one is not asked. Raises `VerifierFault`.
+        """
+        rows = [SweRow.model_validate(task.data["row"]) for task in tasks if task.id in artifacts]
+        patches = {row.instance_id: (artifacts[row.instance_id] / PATCH).read_bytes().decode(errors="replace") for row in rows}
+        jobs = self.config.grading.concurrency
+        resolved, errors, _ = await asyncio.to_thread(official.evaluate, rows, patches, folder, "official", jobs=jobs)
+        return {"resolved": sorted(resolved), "errors": sorted(errors)}
 
     async def judge(self, row: SweRow, extracted: Extracted, acquire: Any) -> Score:
         """The verdict on an extracted patch; `acquire` makes the fresh sandbox, if one is needed."""

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evals.result import load
+from evals.statistics import mean_success
 from evals.switches import moving_mean
 from harness.errors import ConfigError
 
@@ -94,8 +96,7 @@ def load_curve(run: Path, evals: Sequence[Path] = ()) -> Curve:
         lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
         rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
         summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").is_file() else {}
-        judged = [json.loads((folder / "summary.json").read_text()) for folder in evals]
-        suites = {str(row["suite"]): float(row["success"]) for row in judged}
+        suites = {result.suite: mean_success(result.successes) for result in map(load, evals)}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run}: cannot be read: {error!r}", hint="remove the damaged run, and run it again") from error
     heldout = summary.get("heldout", {})

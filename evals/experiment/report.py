@@ -17,7 +17,7 @@ from evals.experiment.curves import Curve, load_curve, nanmean
 from evals.experiment.figures import PANELS, draw
 from evals.experiment.matrix import SAO, Matrix, Study
 from evals.experiment.runner import Outcome, folder_of
-from evals.switches import paired
+from evals.statistics import paired
 
 PAPER = Path(__file__).parent / "paper.toml"
 Arms = dict[str, dict[int, Curve]]
@@ -47,7 +47,7 @@ def curves_of(study: Study, outcomes: Sequence[Outcome], root: Path) -> Arms:
         for outcome in outcomes:
             cell = outcome.cell
             if (cell.study, cell.arm) == (study.name, arm) and outcome.run is not None:
-                judged = sorted((folder_of(root, cell) / "evals").glob("eval-*/summary.json"))
+                judged = sorted((folder_of(root, cell) / "evals").glob("eval-*/result.json"))
                 curve = load_curve(outcome.run, [path.parent for path in judged])
                 if curve.steps:
                     arms.setdefault(arm, {})[cell.seed] = curve

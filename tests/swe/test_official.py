@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from environments.swe.official import evaluate
 from environments.swe.patch import Extracted
 from tests.swe.instance import GOLD_PATCH, environment, row
-from tests.swe.official import evaluate
 
 pytestmark = pytest.mark.timeout(400)
 WRONG = GOLD_PATCH.replace("price * percent / 100", "percent * 3")
