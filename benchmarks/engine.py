@@ -6,6 +6,7 @@ CPU time: that of the engine's process and of its client together, against that 
 
 vLLM: `VllmEngine` against the benchmark function behind `vllm bench serve` (openai backend, `/v1/completions`, token ids,
 ignore_eos), on the same server with the same load, log-probs on both sides; `ratio_without` is against theirs without them.
+Both stream; our client asks for eight tokens per event, theirs takes the server's default of one.
 
 Sides in turns, in short rounds; a ratio is the median of the rounds' ratios.
 

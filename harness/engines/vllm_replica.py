@@ -21,6 +21,8 @@ from harness.errors import EngineError
 from harness.protocols import GenerateRequest
 
 HEALTH_S = 30.0
+TOKENS_PER_EVENT = 8
+"""Events cost both sides time; of a generation that is lost, one event less may be continued."""
 KvMode = Literal["keep", "recompute"]
 
 
@@ -106,6 +108,7 @@ class VllmReplica(HttpEngine):
             "request_id": f"{request.request_id}#{uuid.uuid4().hex}",
         }
         body["sampling_params"]["ignore_eos"] = True  # only the request's own stop tokens end it
+        body["sampling_params"]["stream_interval"] = TOKENS_PER_EVENT
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.deadlines.connect_s)
         try:
             async with (
