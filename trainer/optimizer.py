@@ -1,4 +1,4 @@
-"""AdamW with global-norm clipping, warm-up and a guard: a non-finite gradient skips the step and is counted.
+"""AdamW (fused) with global-norm clipping, warm-up and a guard: a non-finite gradient skips the step and is counted.
 
 Flows in: a (sharded) model whose trainable set is final, gradients. Flows out: moved parameters and the norm before clipping.
 """
@@ -25,7 +25,7 @@ class Optimizer:
         self.model = model
         attention = attention_matrices(model) if muon_lr is not None else []
         groups = optimizer_groups(model, settings["lr"], settings["weight_decay"], head_lr_mult, exclude=attention)
-        self.adamw = torch.optim.AdamW(groups, betas=tuple(settings["betas"]))
+        self.adamw = torch.optim.AdamW(groups, betas=tuple(settings["betas"]), fused=True)
         self._optimizers: list[torch.optim.Optimizer] = [self.adamw]
         if muon_lr is not None:
             self._optimizers.append(torch.optim.Muon(attention, lr=muon_lr, weight_decay=0.0))
