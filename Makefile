@@ -82,7 +82,7 @@ quickstart: setup ## the main job: train a tiny coding agent, about four minutes
 	$(BIN)/sao train configs/quickstart.toml $(ARGS)
 
 test: setup-swe setup-agents setup-models ## all tests; real Docker and two gloo ranks included, real vLLM after setup-vllm
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 mutants: setup-swe setup-agents ## plant known faults one by one; the tests must find each
 	$(BIN)/python -m tests.mutants $(ARGS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -71,26 +72,43 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "vllm: needs the fleet of vLLM servers")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who may run beside whom (`pytest -n 2 --dist loadgroup`): one worker has all that may see containers come and go, one
-    has the vLLM servers, the longest first; everything else is shared out by file.
-
-    In one process vLLM comes last, so that its 4 GiB per server are not there while the others run.
-    """
-    order = {"sandboxes": 0, "vllm": 1}
-    groups = {item: _group(item) for item in items}
-    if any(hasattr(item.config, "workerinput") for item in items[:1]):
-        items.sort(key=lambda item: order.get(groups[item], 2))
-    else:
-        items.sort(key=lambda item: (groups[item] == "vllm", "server" in getattr(item, "fixturenames", ())))
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+TOGETHER = {"agents", "contracts", "e2e", "kit", "swe", "tir"}
+"""Folders of tests that may see containers and processes come and go: one worker has them all."""
 
 
-def _group(item: pytest.Item) -> str:
-    names = getattr(item, "fixturenames", ())
-    if "fleet" in names or "server" in names or item.get_closest_marker("vllm"):
+def group(nodeid: str) -> str:
+    """Tests of one group run in one process, one after the other."""
+    path = nodeid.partition("::")[0]
+    parts = Path(path).parts
+    folder = parts[parts.index("tests") + 1] if "tests" in parts else ""
+    if folder == "vllm" or (folder in TOGETHER and "vllm" in nodeid):
         return "vllm"
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return "sandboxes" if folder in {"agents", "contracts", "e2e", "kit", "swe", "tir"} else item.path.name
+    return "sandboxes" if folder in TOGETHER else path
+
+
+class Groups(LoadScopeScheduling):
+    """`pytest -n 2 --dist loadscope`, with our groups for scopes; the markers of pytest-xdist do not know pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
+    """Asked once, by the process that hands out the tests."""
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups are handed out in this order: the longest first. In one process vLLM comes last, so that its 4 GiB per server are
+    not there while the others run.
+    """
+    workers = hasattr(config, "workerinput")
+    order = {"sandboxes": 0, "vllm": 1} if workers else {"vllm": 1}
+    items.sort(key=lambda item: (order.get(group(item.nodeid), 2 if workers else 0), _own_server(item)))
+
+
+def _own_server(item: pytest.Item) -> bool:
+    """Whether it wants a third vLLM server, beside the fleet."""
+    return "server" in getattr(item, "fixturenames", ())
