@@ -5,7 +5,6 @@ Flows in: what the user named. Flows out: a `Model`: layers of configuration, or
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, LearnerError
+from harness.modelfolder import weights_digest
 
 EXPORT_S = 3_600.0
 
@@ -41,7 +41,7 @@ def find_model(word: str) -> Model:
             raise ConfigError(f"`--model` = {word!r} names no model", hint=f"append it, as {url}#NAME")
         return Model(word, endpoint={"url": url, "model": name}, identity={"url": url, "model": name})
     path = Path(word)
-    if (path / "config.json").is_file() and (path / "model.safetensors").is_file():
+    if (path / "config.json").is_file():
         return _folder(word, path, {})
     if (path / "ledger.sqlite").is_file():
         return _of_run(word, path, None)
@@ -49,15 +49,13 @@ def find_model(word: str) -> Model:
         return _of_run(word, path.parent.parent, path)
     raise ConfigError(
         f"`--model` = {word!r} is no model",
-        hint="give a run, a folder in its checkpoints/, a folder with config.json and model.safetensors, or http://HOST/v1#NAME",
+        hint="give a run, a folder in its checkpoints/, a folder with config.json and weights, or http://HOST/v1#NAME",
     )
 
 
 def _folder(word: str, path: Path, layers: dict[str, Any]) -> Model:
-    with (path / "model.safetensors").open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     model = {**layers.get("model", {}), "path": str(path.resolve())}
-    return Model(word, {**layers, "model": model}, identity={"sha256": digest})
+    return Model(word, {**layers, "model": model}, identity={"sha256": weights_digest(path)})
 
 
 def _of_run(word: str, run: Path, checkpoint: Path | None) -> Model:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from harness.engines.vllm_launch import described
 from harness.errors import ConfigError
+from harness.modelfolder import weight_files
 from harness.registry import Kind, find, load_object, plugin_config
 from harness.task import Limits
 
@@ -239,7 +240,7 @@ class ModelConfig(Section):
     """The policy."""
 
     path: Location | None = None
-    """Location with config.json, model.safetensors, tokenizer.json and chat_template.jinja."""
+    """Location with config.json, model.safetensors (or shards and their index), tokenizer.json and chat_template.jinja."""
     scratch: dict[str, Any] | None = None
     """Random weights instead: the fields of config.json, with `tokenizer` (`module:attr` that writes the tokenizer files)."""
     stop: list[str] = ["<|im_end|>"]
@@ -300,9 +301,13 @@ class Config(Section):
             if not Path(self.model.path).is_dir():
                 hint = "give a folder with config.json, model.safetensors, tokenizer.json, chat_template.jinja"
                 raise ConfigError(f"`model.path` = {self.model.path!r}: there is no such folder", hint=hint)
-            for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+            for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
                 if not (Path(self.model.path) / name).is_file():
                     raise ConfigError(f"`model.path` = {self.model.path!r}: there is no {name}", hint="give a model folder")
+            try:
+                weight_files(Path(self.model.path))
+            except ConfigError as error:
+                raise ConfigError(f"`model.path`: {error.message}", hint=error.hint) from error
             self._check_positions(_json(Path(self.model.path) / "config.json"))
         elif self.sft is None:
             raise ConfigError("`model.scratch` without `[sft]`: RL cannot start from random weights", hint="add an [sft] table")

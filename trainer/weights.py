@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.errors import ConfigError
+from harness.modelfolder import weight_files
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -81,8 +82,8 @@ def read_file(path: Path, digest: str | None = None) -> dict[str, Tensor]:
 
 
 def load_folder(model: nn.Module, folder: Path, prefix: str = "") -> None:
-    """Load `model.safetensors`; with `prefix`, only the names below it, without it."""
-    tensors = read_file(folder / "model.safetensors")
+    """Load all of a folder's weights; with `prefix`, only the names below it, without it."""
+    tensors = {name: tensor for path in weight_files(folder) for name, tensor in read_file(path).items()}
     load_tensors(model, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
 
 

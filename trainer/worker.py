@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.errors import ConfigError
+from harness.modelfolder import weights_digest
 from harness.trajectory import Trajectory
 from trainer import checkpoint, objective, parallel, sft, value
 from trainer.broadcast import BroadcastError, Door, Snapshot
@@ -32,7 +33,7 @@ from trainer.objective import Objective
 from trainer.optimizer import Optimizer
 from trainer.report import FrozenGuard
 from trainer.step import Learners, StepOptions, train_step
-from trainer.weights import export, sha256, write_file
+from trainer.weights import export, write_file
 
 SNAPSHOTS = 2
 """So many versions are kept to be sent: while one is being published, a server that comes back may need the one before."""
@@ -87,7 +88,7 @@ class Worker:
             "mean_reward": mean_reward,
             "trajectories": len(paths),
             "data_sha256": value.data_hash(trajectories),
-            "policy_sha256": sha256(Path(model) / "model.safetensors"),
+            "policy_sha256": weights_digest(Path(model)),
             "settings": settings,
             "report": report,
         }
@@ -125,7 +126,7 @@ class Worker:
             "critic_frozen": report.n_frozen,
             "critic_trainable_kinds": report.kinds(),
             "critic_record": critic_record(Path(critic)),
-            "policy_sha256": sha256(Path(model) / "model.safetensors"),
+            "policy_sha256": weights_digest(Path(model)),
         }
 
     def step(self, paths: list[str], sampling: str, **options: Any) -> dict[str, Any]:
