@@ -54,8 +54,13 @@ class Plan:
 
 def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, problems: int | None) -> tuple[Config, Plan]:
     """Lay suite, model and words over each other, and validate all of it. Raises `ConfigError`."""
-    data = overlay(overlay(_bare(suite.layers), model.layers), overrides(words))
-    endpoint = data.pop("endpoint", {})
+    said = overrides(words)
+    for name in ("path", "scratch"):
+        if name in _table(said, "model"):
+            raise ConfigError(f"`model.{name}` is not for an evaluation", hint="give the model as --model")
+    data = overlay(overlay(_bare(suite.layers), model.layers), said)
+    endpoint = _table(data, "endpoint")
+    data.pop("endpoint", None)
     if endpoint and model.endpoint is None:
         raise ConfigError(
             "`endpoint` is given, but the model is no endpoint", hint="drop it, or give --model http://HOST/v1#NAME"
@@ -63,6 +68,8 @@ def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, prob
     config = made({**data, "steps": 0}, model=model.endpoint is None)
     asked = None if model.endpoint is None else _endpoint(model.endpoint | endpoint).model_dump()
     count = problems if problems is not None or "eval" not in data else config.eval.tasks
+    if count == 0:
+        raise ConfigError("`eval.tasks` = 0 asks no problem", hint="give --problems N, or eval.tasks=N")
     table = suite.table
     return config, Plan(suite.name, model.name, model.identity, asked, runs or table.runs, table.split, count, table.official)
 
@@ -71,7 +78,14 @@ def _bare(layers: dict[str, Any]) -> dict[str, Any]:
     """Without what only training needs, and what names a model."""
     dropped = ("model", "sft", "value", "critic", "loss", "advantage", "algorithm", "steps")
     kept = {key: value for key, value in layers.items() if key not in dropped}
-    return kept | {"model": {k: v for k, v in layers.get("model", {}).items() if k == "stop"}}
+    return kept | {"model": {k: v for k, v in _table(layers, "model").items() if k == "stop"}}
+
+
+def _table(layers: dict[str, Any], name: str) -> dict[str, Any]:
+    table = layers.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"`{name}` = {table!r} is no table", hint=f"give its fields, as {name}.key=value")
+    return table
 
 
 def _endpoint(fields: dict[str, Any]) -> EndpointConfig:
@@ -99,6 +113,11 @@ def stored(path: Path) -> Plan:
 async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
     """Play what is missing and write `result.json`. Raises `InfrastructureError` when nothing but losses come in."""
     async with Run(folder, config, resumed=True) as run, AsyncExitStack() as stack:
+        run.ledger.recover(batches=0, version=0)  # what a killed process was playing
+        if plan.official and not hasattr(run.environment, "official"):
+            raise ConfigError(
+                f"environment {config.environment.id!r} has no official judge", hint="drop `official` from the suite"
+            )
         tasks = run.tasks(plan.split)
         chosen = list(range(len(tasks))) if plan.problems is None else first(tasks, plan.problems)
         if not chosen:
@@ -145,7 +164,10 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
 
 def _settings(config: Config, plan: Plan) -> dict[str, Any]:
     """What a score depends on besides suite and model; two results that differ in it are told apart by it."""
-    asked = config.model_dump(mode="json", exclude_none=True, include={"seed", "environment", "agent", "sandbox", "limits"})
+    names: dict[str, Any] = dict.fromkeys(("seed", "environment", "agent", "sandbox", "limits"), True)
+    if plan.endpoint is None:
+        names |= {"model": {"stop"}, "rollout": {"tool_calls"}, "engine": {"id", "noise"}}
+    asked = config.model_dump(mode="json", exclude_none=True, include=names)
     return {**asked, "split": plan.split, "identity": plan.identity, "endpoint": plan.endpoint}
 
 
@@ -167,14 +189,10 @@ def _sample(attempt: Attempt) -> Sample:
 async def _official(run: Run, plan: Plan, folder: RunDir) -> None:
     """Ask the environment's official judge about the same artifacts, run by run; its verdicts are in `official.json`."""
     judge: Any = run.environment
-    if not hasattr(judge, "official"):
-        raise ConfigError(
-            f"environment {run.config.environment.id!r} has no official judge", hint="drop `official` from the suite"
-        )
     left = run.ledger.artifacts_of(PURPOSE)
     tasks = run.tasks(plan.split)
     verdicts: dict[str, Any] = {}
-    for member in range(plan.runs):
+    for member in sorted({m for _, m in left}):
         indices = [index for index, m in left if m == member]
         artifacts = {tasks[index].id: left[index, member] for index in indices}
         place = folder.path / "official" / f"run-{member}"

@@ -5,6 +5,7 @@ Flows in: what the user named. Flows out: a `Model`: layers of configuration, or
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def find_model(word: str) -> Model:
         if not name:
             raise ConfigError(f"`--model` = {word!r} names no model", hint=f"append it, as {url}#NAME")
         return Model(word, endpoint={"url": url, "model": name}, identity={"url": url, "model": name})
-    path = Path(word)
+    path = Path(word).resolve()
     if (path / "config.json").is_file():
         return _folder(word, path, {})
     if (path / "ledger.sqlite").is_file():
@@ -69,7 +70,7 @@ def _of_run(word: str, run: Path, checkpoint: Path | None) -> Model:
             "agent": config["agent"],
             "trainer": {"dtype": config["trainer"]["dtype"]},
         }
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{run}: its configuration cannot be read: {error!r}", hint="give a run of `sao train`") from error
     final = run / "policy"
     if checkpoint is None and (final / "model.safetensors").is_file():
@@ -80,7 +81,8 @@ def _of_run(word: str, run: Path, checkpoint: Path | None) -> Model:
 
 def _newest(run: Path) -> Path:
     """The last checkpoint of a run that has not ended."""
-    folders = sorted(path.parent for path in (run / "checkpoints").glob("*/.metadata"))
+    found = (path.parent for path in (run / "checkpoints").glob("*/.metadata"))
+    folders = sorted(folder for folder in found if folder.suffix != ".part")
     if not folders:
         raise ConfigError(f"{run} has neither a final policy nor a checkpoint", hint="let it train on")
     return folders[-1]
@@ -92,11 +94,16 @@ def _exported(checkpoint: Path, start: Path) -> Path:
     if (out / "model.safetensors").is_file():
         return out
     out.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{checkpoint.name}.") as part:
-        command = [sys.executable, "-m", "trainer.export", str(checkpoint), str(start), part]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{checkpoint.name}.") as name:
+        part = Path(name) / "model"
+        part.mkdir()
+        command = [sys.executable, "-m", "trainer.export", str(checkpoint), str(start), str(part)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise LearnerError(f"{checkpoint} cannot be exported within {EXPORT_S:.0f} s", hint="is the disk slow?") from None
         if done.returncode != 0:
             raise LearnerError(f"{checkpoint} cannot be exported:\n{done.stderr[-2_000:]}", hint="is it a whole checkpoint?")
-        Path(part).rename(out)
-        Path(part).mkdir()  # for the context to remove
+        with contextlib.suppress(OSError):  # another process was faster
+            part.rename(out)
     return out

@@ -66,4 +66,5 @@ class Progress:
         left = spent / played * (self._total - self._done) if played else 0.0
         success = f"{self._wins / self._judged:.3f}" if self._judged else "-"
         lost = f", {self._missing} missing" if self._missing else ""
-        return f"{self._name}: {self._done} of {self._total}, success {success}{lost}, {self._tokens:,} tokens, {left:.0f} s"
+        so_far = f"{self._name}: {self._done} of {self._total}, success {success}{lost}"
+        return f"{so_far}, {self._tokens:,} tokens, {left:.0f} s left"

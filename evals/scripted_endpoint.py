@@ -54,7 +54,7 @@ class ScriptedEndpoint:
         """Raises `ConfigError` if the environment has no `solver`."""
         if not hasattr(made, "solver"):
             raise ConfigError(
-                "the environment has no `solver` that could be played", hint="take toy_repair, sums or python_tir"
+                "the environment has no `solver` that could be played", hint="take toy_repair, sums, corridor or python_tir"
             )
         self._environment: Any = made
         self._mode, self._port = mode, port

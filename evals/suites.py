@@ -68,7 +68,7 @@ def load_suite(word: str) -> Suite:
 def _from_toml(name: str, path: Path) -> Suite:
     try:
         layers = tomllib.loads(path.read_text())
-        table = SuiteTable(**layers.pop("suite", {}))
+        table = SuiteTable.model_validate(layers.pop("suite", {}))
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", hint=nearest(name, suites())) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -45,6 +45,10 @@ def evaluation(
             raise ConfigError("--resume takes suite, model and settings from the evaluation", hint="drop the other arguments")
         plan = stored(resume)
         folder, config = RunDir.resume(resume, model=plan.endpoint is None)
+        if dry_run:
+            folder.close()
+            sys.stdout.write(dump_config(config))
+            return 0
     else:
         if not words or model is None:
             known = ", ".join(suites())
@@ -56,7 +60,11 @@ def evaluation(
         folder = RunDir.create(config, f"eval-{plan.suite}")
         store(folder, plan)
     sys.stderr.write(f"run: {folder.path}\n")
-    result: Result = run(evaluate(folder, config, plan))
+    try:
+        result: Result = run(evaluate(folder, config, plan))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"everything is recorded; go on with: sao eval --resume {folder.path}\n")
+        raise
     write(result, folder.path, "report")
     official = folder.path / "official.json"
     if as_json:
@@ -98,8 +106,10 @@ def experiment(path: Path, out: Path | None, jobs: int, *, report_only: bool, ru
     """Run what is missing of a matrix, then write its report; `out` defaults to `runs/<name of the file>`."""
     matrix = load_matrix(path)
     root = (out or Path("runs") / path.stem).resolve()
-    if not report_only:
-        run(run_matrix(matrix, root, jobs))
-    outcomes = [outcome(root, cell) for cell in matrix.cells()]
+    try:
+        outcomes = [outcome(root, cell) for cell in matrix.cells()] if report_only else run(run_matrix(matrix, root, jobs))
+    except KeyboardInterrupt:
+        sys.stderr.write("everything is recorded; the same command goes on\n")
+        raise
     sys.stdout.write(f"{write_report(matrix, outcomes, root)}\n")
     return 0 if all(o.state == "done" for o in outcomes) else 1

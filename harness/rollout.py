@@ -21,6 +21,10 @@ from harness.ledger import Ledger, Pending, Slot
 from harness.order import TaskOrder
 from harness.task import Task, Termination
 
+SEEDS = 1_000
+"""Between the seeds of two episodes: each turn takes the next one."""
+TASKS = 100_000
+"""Between the seeds of two samples of one task, in episodes; 21 samples stay below 2^31, which some endpoints ask for."""
 LOST_IN_A_ROW = 5
 """Episodes per slot that infrastructure may lose without one success before the run stops."""
 
@@ -300,7 +304,7 @@ async def collect(
 
     async def judged(slot: Slot, task: Task) -> Episode:
         nonlocal lost
-        sample = None if seed is None else seed + 1_000 * slot.index + slot.member
+        sample = None if seed is None else seed + SEEDS * (slot.index + TASKS * slot.member)
         for attempt in range(1, attempts + 1):
             async with gate:
                 episode_id = f"{purpose}-{generation}-{slot.draw:06d}-{attempt}"

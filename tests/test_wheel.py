@@ -1,4 +1,4 @@
-"""What is installed is what is here: the wheel holds every Python file of the five folders, and nothing else."""
+"""What is installed is what is here: the wheel holds every Python and TOML file of the five folders, and no other code."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def test_wheel_contents(tmp_path: Path) -> None:
         points = next(archive.read(n).decode() for n in names if n.endswith("entry_points.txt"))
     expected = {str(p.relative_to(ROOT)) for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
+    tables = {str(p.relative_to(ROOT)) for folder in FOLDERS for p in (ROOT / folder).rglob("*.toml")}
+    assert {name for name in names if name.endswith(".toml")} == tables
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(FOLDERS)
     assert "harness/py.typed" in names
     assert any(name.endswith("LICENSE") for name in names)

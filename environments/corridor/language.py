@@ -7,6 +7,8 @@ Flows in: texts. Flows out: signs and doors. `python -m environments.corridor.la
 
 from __future__ import annotations
 
+import random
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +31,11 @@ def opened(reply: str) -> str | None:
     if not words or words[-1] not in DOORS or any(word not in HUMS for word in words[:-1]):
         return None
     return words[-1]
+
+
+def follow(conversation: str, rng: random.Random) -> str:
+    """The right door of the sign that was seen last."""
+    return MEANING[re.findall(r"sign\d+", conversation)[-1]]
 
 
 def write(folder: Path) -> None:

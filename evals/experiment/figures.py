@@ -34,8 +34,8 @@ def draw(title: str, name: str, arms: Mapping[str, Sequence[Curve]], *, over_tok
     axes = figure.add_subplot()
     drawn = False
     for arm, curves in arms.items():
-        lines = [smooth(curve.series[name]) for curve in curves if not np.isnan(curve.series[name]).all()]
-        lines = [line for line in lines if len(line)]
+        lines = [smooth(curve.series[name]) for curve in curves]
+        lines = [line for line in lines if not np.isnan(line).all()]
         if not lines:
             continue
         drawn = True
@@ -59,11 +59,10 @@ def draw(title: str, name: str, arms: Mapping[str, Sequence[Curve]], *, over_tok
 
 
 def smooth(values: Floats) -> Floats:
-    """10-step means; gaps take the last known value, and nothing before the first."""
-    known = np.flatnonzero(~np.isnan(values))
-    if not len(known):
-        return values[:0]
-    last = np.maximum.accumulate(np.where(np.isnan(values), known[0], np.arange(len(values))))
+    """10-step means; a gap takes the last value before it, and windows that reach before the first value are NaN."""
+    if not len(values):
+        return values
+    last = np.maximum.accumulate(np.where(np.isnan(values), 0, np.arange(len(values))))
     return moving_mean(values[last])
 
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from evals.suites import load_suite
 from harness.configfile import load_config, presets
 from harness.errors import ConfigError
 from harness.registry import config_error, nearest
@@ -61,7 +62,7 @@ class Matrix(BaseModel):
     seeds: list[int] = Field([0, 1, 2], min_length=1)
     seeded: list[str] = ["seed"]
     """Settings that take the seed."""
-    arms: dict[str, list[str]] = {}
+    arms: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
     study: list[Study] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -95,8 +96,10 @@ class Matrix(BaseModel):
         ]
 
     def check(self) -> None:
-        """Raises `ConfigError` that names the arm whose configuration cannot run."""
+        """Raises `ConfigError` for a suite that is not known, or that names the arm whose configuration cannot run."""
         for study in self.study:
+            for suite in study.suites:
+                load_suite(suite)
             for arm in study.arms:
                 try:
                     load_config(self.words(arm, self.seeds[0], study.steps))

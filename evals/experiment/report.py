@@ -16,7 +16,7 @@ from typing import Any
 from evals.experiment.curves import Curve, load_curve, nanmean
 from evals.experiment.figures import PANELS, draw
 from evals.experiment.matrix import SAO, Matrix, Study
-from evals.experiment.runner import Outcome, folder_of
+from evals.experiment.runner import Outcome, folder_of, suite_name
 from evals.statistics import paired
 
 PAPER = Path(__file__).parent / "paper.toml"
@@ -74,7 +74,7 @@ def _study(matrix: Matrix, study: Study, arms: Arms) -> str:
     lines = [f"## {study.title or study.name}", "", f"{study.steps} policy steps.", ""]
     paper = tomllib.loads(PAPER.read_text()).get(study.paper or "", {})
     columns: dict[str, Callable[[Curve], float]] = {"held-out success": _success}
-    columns |= {suite: _on(suite) for suite in study.suites}
+    columns |= {name: _on(name) for name in map(suite_name, study.suites)}
     beside = matrix.setting == "paper"
     lines += _table(
         ["arm", *columns],

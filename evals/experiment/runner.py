@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from evals.experiment.matrix import Cell, Matrix
+from evals.result import NAME as RESULT
+from evals.result import load
 from harness import processes
 from harness.errors import ConfigError
 
@@ -27,6 +29,8 @@ log = logging.getLogger("sao")
 SAO_COMMAND = (sys.executable, "-c", "from harness.cli import main; main()")
 STOP_GRACE_S = 20.0
 """A stopped run has this long to write what it has."""
+FAILED = "failed.txt"
+"""Why a cell has failed, in its folder."""
 State = Literal["done", "stopped", "failed", "held", "missing"]
 
 
@@ -48,14 +52,24 @@ def folder_of(root: Path, cell: Cell) -> Path:
 def outcome(root: Path, cell: Cell) -> Outcome:
     """What the folder says."""
     folder = folder_of(root, cell)
-    runs = sorted(folder.glob("train-*/ledger.sqlite"), key=lambda path: path.stat().st_mtime)
-    if not runs:
+    run = _newest(folder)
+    failed = folder / FAILED
+    if failed.is_file():
+        return Outcome(cell, "failed", run, failed.read_text())
+    if run is None:
         return Outcome(cell, "missing")
-    run = runs[-1].parent
-    failed = folder / "failed.txt"
-    if (run / "summary.json").is_file():
-        return Outcome(cell, "done", run)
-    return Outcome(cell, "failed", run, failed.read_text()) if failed.is_file() else Outcome(cell, "stopped", run)
+    judged = (run / "summary.json").is_file() and all(_complete(_evaluation(folder, suite)) for suite in cell.suites)
+    return Outcome(cell, "done" if judged else "stopped", run)
+
+
+def _newest(folder: Path) -> Path | None:
+    runs = sorted(folder.glob("train-*/ledger.sqlite"), key=lambda path: path.stat().st_mtime)
+    return runs[-1].parent if runs else None
+
+
+def suite_name(word: str) -> str:
+    """As `sao eval` names it: a suite of the package, or the file."""
+    return Path(word).stem
 
 
 async def run_matrix(matrix: Matrix, root: Path, jobs: int) -> list[Outcome]:
@@ -85,34 +99,44 @@ async def _one(root: Path, cell: Cell) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     with _held(folder / "lock") as mine:
         if not mine:
-            return Outcome(cell, "held")
+            return Outcome(cell, "held", outcome(root, cell).run)
+        (folder / FAILED).unlink(missing_ok=True)
         known = outcome(root, cell)
-        if known.state != "done":
-            words = ["--resume", str(known.run)] if known.run is not None else [*cell.words, f"run_dir={folder}"]
-            error = await _command(["train", *words], folder)
-            failed = folder / "failed.txt"
-            if error:
-                failed.write_text(error)
-            else:
-                failed.unlink(missing_ok=True)
-            known = outcome(root, cell)
-            if error and known.run is None:
-                return Outcome(cell, "failed", None, error)
-        if known.state == "done" and known.run is not None:
-            for suite in cell.suites:
-                if error := await _evaluate(known.run, suite, folder):
-                    return Outcome(cell, "failed", known.run, error)
-        return known
+        error = "" if known.state == "done" else await _train_and_judge(cell, folder)
+        if error:
+            (folder / FAILED).write_text(error)
+        return outcome(root, cell)
 
 
-async def _evaluate(run: Path, suite: str, folder: Path) -> str:
-    """Judge a final policy on a suite, once; "" or what went wrong."""
-    place = folder / "evals"
-    made = sorted(place.glob(f"eval-{suite}-*/evaluation.json"))
-    if any((path.parent / "result.json").is_file() for path in made):
-        return ""
-    words = ["--resume", str(made[-1].parent)] if made else [suite, "--model", str(run), f"run_dir={place}"]
-    return await _command(["eval", *words], folder)
+async def _train_and_judge(cell: Cell, folder: Path) -> str:
+    """What is left of a cell; "" or what went wrong."""
+    run = _newest(folder)
+    if run is None or not (run / "summary.json").is_file():
+        words = ["--resume", str(run)] if run is not None else [*cell.words, f"run_dir={folder}"]
+        if error := await _command(["train", *words], folder):
+            return error
+    trained = _newest(folder)
+    for suite in cell.suites:
+        made = _evaluation(folder, suite)
+        if not _complete(made):
+            words = [suite, "--model", str(trained), f"run_dir={folder / 'evals'}"] if made is None else ["--resume", str(made)]
+            if error := await _command(["eval", *words], folder):
+                return error
+    return ""
+
+
+def _evaluation(folder: Path, suite: str) -> Path | None:
+    """The folder in which a cell's final policy is judged on a suite."""
+    made = sorted((folder / "evals").glob(f"eval-{suite_name(suite)}-[0-9]*-[0-9]*-[0-9]*/ledger.sqlite"))
+    return made[-1].parent if made else None
+
+
+def _complete(evaluation: Path | None) -> bool:
+    """Whether it has ended without a sample missing."""
+    if evaluation is None or not (evaluation / RESULT).is_file():
+        return False
+    result = load(evaluation)
+    return len(result.judged) == len(result.problems) * result.runs
 
 
 async def _command(words: Sequence[str], folder: Path) -> str:
