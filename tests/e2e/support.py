@@ -33,11 +33,11 @@ def sao(*args: str, timeout_s: float = 900.0, **env: str) -> subprocess.Complete
 
 
 class Training:
-    """A `sao train` that runs in the background; its log is read line by line."""
+    """A `sao train` (or another verb) that runs in the background; its log is read line by line."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, verb: str = "train") -> None:
         self.process = subprocess.Popen(
-            command("train", *args),
+            command(verb, *args),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
