@@ -216,6 +216,3 @@ def test_an_experiment_goes_on_after_ctrl_c(tmp_path: Path) -> None:
         assert load(judged).problems and load(judged).model == str(run)
     report = Path(done.stdout.strip()).read_text()
     assert "Cells: 2 done. Seeds: 5." in report and "| sao |" in report and "| grpo_dis |" in report and "| walks |" in report
-    again = sao("experiment", str(matrix), "--out", str(root))
-    assert again.returncode == 0 and "2 of 2" in again.stderr
-    assert Path(again.stdout.strip()).read_text() == report
