@@ -68,8 +68,9 @@ def fleet(models: list[Path], policies: list[Policy], tmp_path_factory: pytest.T
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests that need real vLLM servers without naming their fixture."""
+    """Tests that need real vLLM servers without naming their fixture, and tests that take minutes."""
     config.addinivalue_line("markers", "vllm: needs the fleet of vLLM servers")
+    config.addinivalue_line("markers", "long: minutes by itself; CI, which has an hour, leaves it out")
 
 
 TOGETHER = {"agents", "contracts", "e2e", "kit", "swe", "tir"}

@@ -175,6 +175,7 @@ def under_way(root: Path, cell: str) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_an_experiment_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     suite = tmp_path / "walks.toml"
     suite.write_text(

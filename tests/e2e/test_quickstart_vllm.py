@@ -13,6 +13,7 @@ from tests.e2e.support import SMALL, Training, all_gone, assert_closed, book, me
 from tests.vllm.support import PYTHON
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(2_400),
     pytest.mark.skipif(not PYTHON.is_file(), reason="vLLM is not installed: make setup-vllm"),
 ]

@@ -30,6 +30,7 @@ from trainer.model import Policy
 from trainer.weights import sha256
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(2_400),
     pytest.mark.skipif(not PYTHON.is_file(), reason="vLLM is not installed: make setup-vllm"),
 ]

@@ -17,6 +17,7 @@ from trainer.smollm2 import PACKAGES
 
 MISSING = [name for name in PACKAGES if find_spec(name) is None]
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(2_400),
     pytest.mark.skipif(not PYTHON.is_file(), reason="vLLM is not installed: make setup-vllm"),
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING} (make setup-models)"),
