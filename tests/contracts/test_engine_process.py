@@ -73,7 +73,7 @@ def test_the_engine_does_not_outlive_a_killed_parent(model: Path, tmp_path: Path
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
-        parent.wait(10)
+        parent.wait(60)
     deadline = time.monotonic() + 60
     while alive(pid):
         assert time.monotonic() < deadline, "the engine lives on"
