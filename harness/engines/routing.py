@@ -4,8 +4,8 @@ Flows in: requests that ask, requests that end, replicas that come and go, their
 
 A session stays with its replica (its prefix is cached there) as long as that lives; a new one goes to the replica with the
 fewest tokens in flight. Each replica has a window of requests in flight: one more for every request that completes with the
-window full and the replica at ease, half of what is in flight when it queues or runs out of memory. Who does not fit waits; of
-those that want the same replica the first comes first.
+window full and the replica at ease, half of what is in flight when it keeps a queue or runs out of memory. Who does not fit
+waits; of those that want the same replica the first comes first.
 """
 
 from __future__ import annotations
@@ -103,10 +103,14 @@ class Router:
         self._homes.pop(session, None)
 
     def report(self, index: int, load: Load) -> None:
-        """What the replica says. Its window is cut once, then not again until what is in flight fits into it."""
+        """What the replica says. Its window is cut once, then not again until what is in flight fits into it.
+
+        Requests that wait once may be a burst whose prompts are being read; two reports in a row are a queue.
+        """
         lane = self.lanes[index]
+        queues = load.waiting > 0 and lane.load is not None and lane.load.waiting > 0
         lane.load = load
-        crowded = load.waiting > 0 or load.kv_usage > FULL
+        crowded = queues or load.kv_usage > FULL
         if lane.state == "open" and crowded and lane.in_flight <= lane.window:
             lane.window = max(1, lane.in_flight // 2)
 

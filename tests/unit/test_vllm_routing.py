@@ -87,11 +87,15 @@ def test_a_window_is_halved_once_per_drain() -> None:
     made = router(16)
     places = [made.ask(f"s{i}", 1) for i in range(12)]
     made.admit()
+    for load in (CROWDED, CALM, CROWDED):
+        made.report(0, load)
+        assert made.lanes[0].window == 16, "a burst, not a queue"
     for load in (CROWDED, CROWDED, Load(1.0, 0.0, 0.96)):
         made.report(0, load)
         assert made.lanes[0].window == 6
     for place in places[:7]:
         made.leave(place, completed=True)
+    made.report(0, CROWDED)
     made.report(0, CROWDED)
     assert made.lanes[0].window == 2
     for place in places[7:]:
