@@ -15,6 +15,7 @@ PYTHON := $(shell for p in python3.12 python3.13 python3.14 python3 $(wildcard $
 UV := $(shell command -v uv 2>/dev/null)
 ARGS ?=
 NAME ?=
+WORKERS ?= 0
 
 .PHONY: help setup setup-swe setup-agents setup-models setup-vllm quickstart test mutants check format bench lock clean
 help: ## this list
@@ -81,8 +82,8 @@ endif
 quickstart: setup ## the main job: train a tiny coding agent, about four minutes on two cores
 	$(BIN)/sao train configs/quickstart.toml $(ARGS)
 
-test: setup-swe setup-agents setup-models ## all tests; real Docker and two gloo ranks included, real vLLM after setup-vllm
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
+test: setup-swe setup-agents setup-models ## all tests; real Docker and two gloo ranks included, real vLLM after setup-vllm; WORKERS=2: in two processes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 mutants: setup-swe setup-agents ## plant known faults one by one; the tests must find each
 	$(BIN)/python -m tests.mutants $(ARGS)
