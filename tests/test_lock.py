@@ -58,7 +58,7 @@ def test_every_entry_has_a_hash(lock: str) -> None:
 @pytest.mark.parametrize(
     ("lock", "extras"),
     [
-        ("requirements.lock", ("train", "dev", "mcp", "math")),
+        ("requirements.lock", ("train", "dev", "mcp", "math", "report")),
         ("requirements-swe.lock", ("swe",)),
         ("requirements-agents.lock", ("openhands",)),
     ],
@@ -72,7 +72,7 @@ def test_what_we_need_is_locked(lock: str, extras: tuple[str, ...]) -> None:
 
 
 def test_every_extra_is_in_a_lock() -> None:
-    assert set(PROJECT["optional-dependencies"]) == {"train", "dev", "mcp", "math", "swe", "openhands", "models"}
+    assert set(PROJECT["optional-dependencies"]) == {"train", "dev", "mcp", "math", "report", "swe", "openhands", "models"}
 
 
 def test_the_second_lock_changes_nothing_of_the_first() -> None:

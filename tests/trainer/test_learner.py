@@ -129,7 +129,7 @@ def test_a_run_of_commands(two: World, moe: Path) -> None:
         "pretrain_value",
         model=str(folder / "model"),
         paths=two.save(2, 12),
-        settings=ValueConfig(heldout=0.3, batch=4).model_dump(),
+        settings=ValueConfig(heldout=0.3, batch=4).model_dump() | {"head_lr_mult": 1.0},
         out=str(folder / "critic"),
         seed=3,
     )
@@ -185,7 +185,7 @@ def test_the_users_errors_come_back_with_their_next_step(two: World, moe: Path) 
     with pytest.raises(ConfigError, match="another contract") as caught:
         two.call("step", paths=paths, **(STEP | {"sampling": "other"}))
     assert caught.value.hint
-    value = ValueConfig(heldout=1e-9).model_dump()
+    value = ValueConfig(heldout=1e-9).model_dump() | {"head_lr_mult": 1.0}
     with pytest.raises(ConfigError, match="held-out"):
         two.call("pretrain_value", model=str(moe), paths=paths, settings=value, out="x", seed=0)
     assert two.learner.idle

@@ -86,7 +86,7 @@ def test_an_arm_without_critic(made: Worker, moe: Path, tmp_path: Path) -> None:
 
 def test_a_pretrained_critic_names_its_data(made: Worker, moe: Path, tmp_path: Path) -> None:
     """Gate, data and policy; the folder is a critic that `init` reads back."""
-    paths, settings = stored(tmp_path), ValueConfig(heldout=0.3, batch=4, min_ev=0.99).model_dump()
+    paths, settings = stored(tmp_path), ValueConfig(heldout=0.3, batch=4, min_ev=0.99).model_dump() | {"head_lr_mult": 1.0}
     record = made.pretrain_value(str(moe), paths, settings, str(tmp_path / "critic"), seed=3)
     assert support.read_json(tmp_path / "critic" / "critic.json") == json.loads(json.dumps(record))
     assert set(record) == {
