@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from evals.models import Model
 from evals.progress import Progress
 from evals.result import Result, Sample
@@ -33,7 +35,7 @@ from harness.task import Split
 
 log = logging.getLogger("sao")
 
-PLAN = "evaluation.json"
+PLAN, OFFICIAL = "evaluation.json", "official.json"
 PURPOSE = "eval-suite"
 
 
@@ -58,7 +60,8 @@ def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, prob
     for name in ("path", "scratch"):
         if name in _table(said, "model"):
             raise ConfigError(f"`model.{name}` is not for an evaluation", hint="give the model as --model")
-    data = overlay(overlay(_bare(suite.layers), model.layers), said)
+    own = {key: value for key, value in model.layers.items() if key != "agent" or "agent" not in suite.layers}
+    data = overlay(overlay(_bare(suite.layers), own), said)
     endpoint = _table(data, "endpoint")
     data.pop("endpoint", None)
     if endpoint and model.endpoint is None:
@@ -89,8 +92,6 @@ def _table(layers: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _endpoint(fields: dict[str, Any]) -> EndpointConfig:
-    from pydantic import ValidationError
-
     try:
         return EndpointConfig(**fields)
     except ValidationError as error:
@@ -157,7 +158,7 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
             samples=tuple(_sample(known[place]) for s in slots if (place := (s.index, s.member)) in known),
         )
         result.save(folder.path)
-        if plan.official:
+        if plan.official and (missing or not (folder.path / OFFICIAL).is_file()):
             await _official(run, plan, folder)
         return result
 
@@ -197,5 +198,5 @@ async def _official(run: Run, plan: Plan, folder: RunDir) -> None:
         artifacts = {tasks[index].id: left[index, member] for index in indices}
         place = folder.path / "official" / f"run-{member}"
         verdicts[f"run {member}"] = await judge.official([tasks[index] for index in indices], artifacts, place)
-    folder.write("official.json", verdicts)
+    folder.write(OFFICIAL, verdicts)
     log.info("official verdicts: %s", json.dumps({m: {k: len(v) for k, v in facts.items()} for m, facts in verdicts.items()}))

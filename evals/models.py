@@ -5,7 +5,6 @@ Flows in: what the user named. Flows out: a `Model`: layers of configuration, or
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import tempfile
@@ -104,6 +103,9 @@ def _exported(checkpoint: Path, start: Path) -> Path:
             raise LearnerError(f"{checkpoint} cannot be exported within {EXPORT_S:.0f} s", hint="is the disk slow?") from None
         if done.returncode != 0:
             raise LearnerError(f"{checkpoint} cannot be exported:\n{done.stderr[-2_000:]}", hint="is it a whole checkpoint?")
-        with contextlib.suppress(OSError):  # another process was faster
+        try:
             part.rename(out)
+        except OSError:
+            if not (out / "model.safetensors").is_file():  # else another process was faster
+                raise
     return out

@@ -11,10 +11,11 @@ import tomllib
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from harness.configfile import overlay
 from harness.errors import ConfigError
 from harness.registry import config_error, load_object, nearest
 from harness.task import Split
@@ -30,6 +31,8 @@ class SuiteTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    base: Literal["mathematics"] | None = None
+    """Configuration below this one, of `evals/suites/base`."""
     runs: int = Field(1, ge=1)
     """Samples of each problem; the score is their mean."""
     split: Split = "heldout"
@@ -75,6 +78,8 @@ def _from_toml(name: str, path: Path) -> Suite:
         raise ConfigError(f"{path}: not valid TOML: {error}", hint="correct the file") from None
     except ValidationError as error:
         raise config_error(error, SuiteTable, prefix="suite") from None
+    if table.base is not None:
+        layers = overlay(tomllib.loads((SUITES / "base" / f"{table.base}.toml").read_text()), layers)
     return Suite(name, table, layers)
 
 

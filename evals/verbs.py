@@ -14,7 +14,7 @@ from typing import Any
 
 from evals import report
 from evals.compare import Comparison, compare
-from evals.evaluate import evaluate, prepare, store, stored
+from evals.evaluate import OFFICIAL, evaluate, prepare, store, stored
 from evals.experiment.matrix import load_matrix
 from evals.experiment.report import write_report
 from evals.experiment.runner import outcome, run_matrix
@@ -66,7 +66,7 @@ def evaluation(
         sys.stderr.write(f"everything is recorded; go on with: sao eval --resume {folder.path}\n")
         raise
     write(result, folder.path, "report")
-    official = folder.path / "official.json"
+    official = folder.path / OFFICIAL
     if as_json:
         facts = json.loads(official.read_text()) if official.is_file() else None
         sys.stdout.write(json.dumps({**report.as_json(result), "official": facts, "run": str(folder.path)}) + "\n")

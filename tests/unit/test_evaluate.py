@@ -56,6 +56,12 @@ def test_the_user_lies_over_the_model_and_the_model_over_the_suite() -> None:
     assert (plan.model, plan.identity, plan.endpoint) == ("tiny", {"sha256": "x"}, None)
 
 
+def test_a_runs_agent_plays_unless_the_suite_names_one() -> None:
+    model = replace(TINY, layers=WARM | {"agent": {"id": "tool_loop", "nudge": "the run's"}})
+    for below, expected in ((suite(), "the run's"), (suite(agent={"id": "tool_loop", "nudge": "the suite's"}), "the suite's")):
+        assert prepare(below, model, [], None, None)[0].agent.table()["nudge"] == expected
+
+
 def test_what_only_training_needs_is_dropped() -> None:
     config, _ = prepare(load_suite("configs/corridor.toml"), TINY, [], None, None)
     trained, plain = load_config(["configs/corridor.toml"]), Config(environment=config.environment, model=config.model)
@@ -346,3 +352,25 @@ def test_the_official_judge_gets_what_was_judged_run_by_run(tmp_path: Path, monk
     first, second = [task.id for task in served("sums", (), "perfect")._environment.tasks("heldout")[:2]]
     assert asked == [([first, second], [first, second], "run-0"), ([first], [first], "run-1")], "run 2 is lost whole"
     assert verdicts == {f"run {n}": {"resolved": [first], "errors": []} for n in (0, 1)}
+
+
+def test_the_official_judge_is_asked_once_about_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from environments import sums
+
+    asked: list[int] = []
+
+    async def official(self: Any, tasks: Any, artifacts: Any, folder: Path) -> dict[str, list[str]]:
+        asked.append(len(tasks))
+        return {"resolved": [], "errors": []}
+
+    monkeypatch.setattr(sums.Sums, "official", official, raising=False)
+
+    async def main() -> None:
+        async with served("sums", (), "perfect") as endpoint:
+            config, plan = prepared("sums", endpoint.url, tmp_path, runs=1, problems=2)
+            run = RunDir.create(config, "eval-sums")
+            await evaluate(run, config, replace(plan, official=True))
+            await evaluate(RunDir.resume(run.path, model=False)[0], config, replace(plan, official=True))
+
+    asyncio.run(main())
+    assert asked == [2]

@@ -16,7 +16,7 @@ from harness.engines.stream import Stream
 from harness.engines.vllm import VllmEngine
 from harness.engines.vllm_replica import KvMode
 from tests.contracts.engine_support import STEP_S, TOLERANCE, apart
-from tests.vllm.support import Fleet, Flight
+from tests.vllm.support import WAIT_S, Fleet, Flight
 
 pytestmark = pytest.mark.timeout(1_500)
 STREAMS, TOKENS, UPDATES, TOKENS_BETWEEN = 8, 600, 20, 6
@@ -39,8 +39,9 @@ class Pauses:
     async def resume(self, number: int, resume: Callable[[], Awaitable[None]]) -> None:
         """Take note, then go on."""
         streams = self.engine.replicas[number]._streams
-        while await self.fleet.sampled(self.engine, number) - self.before[number] != sum(len(stream.ids) for stream in streams):
-            pass
+        async with asyncio.timeout(WAIT_S):
+            while await self.fleet.sampled(self.engine, number) - self.before[number] != sum(len(s.ids) for s in streams):
+                pass
         for stream in streams:
             self.edges.setdefault(stream, []).append(len(stream.ids))
         await resume()

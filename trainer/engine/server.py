@@ -194,6 +194,7 @@ def _choice(sequence: Sequence) -> dict[str, Any]:
 async def serve(args: argparse.Namespace) -> None:
     """Load the model, announce the port, serve until standard input closes."""
     torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)  # of the noise
     model = build_policy(Path(args.model)).model
     server = Server(EngineCore(model, args.slots, args.max_len, args.version, args.noise), args.seed)
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
