@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from docker.errors import APIError
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from harness.errors import SandboxError
 from harness.sandboxes import docker_engine, docker_monitor
@@ -237,7 +239,9 @@ def test_one_without_room_for_a_process(run_id: str) -> None:
         async with left(run_id, ("echo kept > file", ""), pids=24) as (name,), started("docker", run_id) as provider:
             with an_engine() as engine:
                 engine.run(name, ["python3", "-c", FORKS])
-                engine.api.exec_start(engine.api.exec_create(name, ["sleep", "1001"])["Id"], detach=True)
+                for attempt in Retrying(retry=retry_if_exception_type(APIError), stop=stop_after_attempt(20), reraise=True):
+                    with attempt:  # the engine's own helper wants a place for a moment, and may find none
+                        engine.api.exec_start(engine.api.exec_create(name, ["sleep", "1001"])["Id"], detach=True)
                 assert len(engine.api.top(name)["Processes"]) == 24
             sandbox = await provider.adopt(TASK, name)
             assert await ok(sandbox, "cat file; pgrep -c python3 || true") == "kept\n0\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.engines.http import HttpEngine
-from harness.errors import EngineError
+from harness.errors import ConfigError, EngineError
 from tests.contracts.engine_support import ROOT, WAIT_S, launch, needs_proc, request, started, write_policy
 
 pytestmark = pytest.mark.timeout(400)
@@ -27,9 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_start_that_fails_says_why(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        asyncio.run(asyncio.wait_for(launch(tmp_path, tmp_path / "engine.log"), WAIT_S))
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(EngineError, match="did not start") as caught:
         asyncio.run(asyncio.wait_for(launch(tmp_path, tmp_path / "engine.log"), WAIT_S))
-    assert "model.safetensors" in str(caught.value) and "engine.log" in caught.value.hint
+    assert "SafetensorError" in str(caught.value) and "engine.log" in caught.value.hint
 
 
 def test_the_process_ends_with_its_pipe_even_while_busy(model: Path, tmp_path: Path) -> None:
