@@ -69,6 +69,11 @@ def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, prob
             "`endpoint` is given, but the model is no endpoint", hint="drop it, or give --model http://HOST/v1#NAME"
         )
     config = made({**data, "steps": 0}, model=model.endpoint is None)
+    if config.engine.url and model.endpoint is None:
+        raise ConfigError(
+            f"`engine.url` = {config.engine.url!r}: what weights it serves is not known",
+            hint="drop it, and the model's own weights are served; or ask the server as --model http://HOST/v1#NAME",
+        )
     asked = None if model.endpoint is None else _endpoint(model.endpoint | endpoint).model_dump()
     count = problems if problems is not None or "eval" not in data else config.eval.tasks
     if count == 0:
@@ -78,9 +83,10 @@ def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, prob
 
 
 def _bare(layers: dict[str, Any]) -> dict[str, Any]:
-    """Without what only training needs, and what names a model."""
-    dropped = ("model", "sft", "value", "critic", "loss", "advantage", "algorithm", "steps")
+    """Without what only training needs, what names a model, and noise that training has by intent."""
+    dropped = ("model", "sft", "value", "critic", "loss", "advantage", "algorithm", "steps", "engine")
     kept = {key: value for key, value in layers.items() if key not in dropped}
+    kept["engine"] = {key: value for key, value in _table(layers, "engine").items() if key != "noise"}
     return kept | {"model": {k: v for k, v in _table(layers, "model").items() if k == "stop"}}
 
 
@@ -115,10 +121,7 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
     """Play what is missing and write `result.json`. Raises `InfrastructureError` when nothing but losses come in."""
     async with Run(folder, config, resumed=True) as run, AsyncExitStack() as stack:
         run.ledger.recover(batches=0, version=0)  # what a killed process was playing
-        if plan.official and not hasattr(run.environment, "official"):
-            raise ConfigError(
-                f"environment {config.environment.id!r} has no official judge", hint="drop `official` from the suite"
-            )
+        judge = _official_judge(run) if plan.official else None
         tasks = run.tasks(plan.split)
         chosen = list(range(len(tasks))) if plan.problems is None else first(tasks, plan.problems)
         if not chosen:
@@ -146,6 +149,7 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
                     generation=run.generation,
                     seed=config.seed,
                     keep=False,
+                    records=plan.endpoint is None,
                     heed=progress.heed,
                 )
         known = run.ledger.attempts(PURPOSE)
@@ -158,8 +162,8 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
             samples=tuple(_sample(known[place]) for s in slots if (place := (s.index, s.member)) in known),
         )
         result.save(folder.path)
-        if plan.official and (missing or not (folder.path / OFFICIAL).is_file()):
-            await _official(run, plan, folder)
+        if judge is not None and (missing or not (folder.path / OFFICIAL).is_file()):
+            await _official(judge, run, plan, folder)
         return result
 
 
@@ -187,9 +191,19 @@ def _sample(attempt: Attempt) -> Sample:
     )
 
 
-async def _official(run: Run, plan: Plan, folder: RunDir) -> None:
-    """Ask the environment's official judge about the same artifacts, run by run; its verdicts are in `official.json`."""
+def _official_judge(run: Run) -> Any:
+    """The environment, if it has an official judge, and that is installed. Raises `ConfigError`."""
     judge: Any = run.environment
+    if not hasattr(judge, "official"):
+        raise ConfigError(
+            f"environment {run.config.environment.id!r} has no official judge", hint="drop `official` from the suite"
+        )
+    judge.official_ready()
+    return judge
+
+
+async def _official(judge: Any, run: Run, plan: Plan, folder: RunDir) -> None:
+    """Ask the official judge about the same artifacts, run by run; its verdicts are in `official.json`."""
     left = run.ledger.artifacts_of(PURPOSE)
     tasks = run.tasks(plan.split)
     verdicts: dict[str, Any] = {}

@@ -51,7 +51,7 @@ class Book:
         return max([int(self.checkpoint["version"]), *(int(batch["version"]) + 1 for batch in self.batches.values())])
 
     def stored(self) -> list[Row]:
-        """Episodes whose trajectories are kept for training, in order of completion. Evaluated ones are not stored."""
+        """Episodes whose trajectories are kept for training, in order of completion. Those of evaluated ones may exist."""
         rows = [row for row in self.episodes.values() if row["status"] in ("pending", "trained")]
         return sorted(rows, key=lambda row: row["position"] or 0)
 

@@ -285,13 +285,15 @@ async def collect(
     generation: int = 1,
     seed: int | None = None,
     keep: bool = True,
+    records: bool = False,
     heed: Callable[[Episode], None] | None = None,
 ) -> list[Episode]:
     """Play each slot's task with fixed weights (evaluation, value pre-training); infrastructure losses are retried.
 
     `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated, and count as soon as
-    they are judged, also if the policy had no room to say anything. Episodes are in the order of `tasks`; one lost in every try
-    comes back as its last, rewardless episode. `heed` hears of each as it ends. Samples of a task differ by `Slot.member`.
+    they are judged, also if the policy had no room to say anything; `records` stores the trajectories of these too. Episodes are
+    in the order of `tasks`; one lost in every try comes back as its last, rewardless episode. `heed` hears of each as it ends.
+    Samples of a task differ by `Slot.member`.
     """
     gate = asyncio.Semaphore(concurrency)
     lost = 0
@@ -315,7 +317,7 @@ async def collect(
                     ledger.drop(episode_id, Termination.ABORTED, "stopped")
                     raise
                 if episode.trainable or (not keep and episode.reward is not None):
-                    await save(ledger, episode, tokens=keep)
+                    await save(ledger, episode, tokens=keep or records)
                     ledger.complete(episode, version, "pending" if keep else "evaluated")
                     lost = 0
                     return episode

@@ -141,6 +141,10 @@ class Swe:
 
         return await self.judge(row, extracted, acquire)
 
+    def official_ready(self) -> None:
+        """Raises `ConfigError` if `swebench eval` is not installed."""
+        official.program()
+
     async def official(self, tasks: Sequence[Task], artifacts: Mapping[str, Path], folder: Path) -> dict[str, list[str]]:
         """`swebench eval` on the patches that were judged here: instances that are resolved, and that it could not judge.
 

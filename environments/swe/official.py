@@ -21,6 +21,14 @@ TEST_S = 1_800
 PER_INSTANCE_S = 3_600.0
 
 
+def program() -> Path:
+    """The command. Raises `ConfigError` if it is not installed."""
+    path = Path(sys.executable).with_name("swebench")
+    if not path.is_file():
+        raise ConfigError("the official judge needs swebench 5", hint="make setup-swe, or: pip install swebench==5.0.2")
+    return path
+
+
 def evaluate(
     rows: Sequence[SweRow],
     patches: Mapping[str, str],
@@ -36,9 +44,7 @@ def evaluate(
     `patches` by instance; `folder` keeps the logs. Raises `ConfigError` if swebench is not installed, `VerifierFault` with the
     end of its output if there is no report.
     """
-    program = Path(sys.executable).with_name("swebench")
-    if not program.is_file():
-        raise ConfigError("the official judge needs swebench 5", hint="make setup-swe, or: pip install swebench==5.0.2")
+    swebench = program()
     folder.mkdir(parents=True, exist_ok=True)
     tasks, predictions = folder / "tasks.jsonl", folder / "predictions.jsonl"
     tasks.write_text("".join(json.dumps(row.model_dump(mode="json")) + "\n" for row in rows))
@@ -48,7 +54,7 @@ def evaluate(
             for name, patch in patches.items()
         )
     )
-    command = [str(program), "eval", str(tasks), "-p", str(predictions), "--run-id", run_id, "-j", str(jobs), "-t", str(test_s)]
+    command = [str(swebench), "eval", str(tasks), "-p", str(predictions), "--run-id", run_id, "-j", str(jobs), "-t", str(test_s)]
     start = time.monotonic()
     try:
         done = subprocess.run(

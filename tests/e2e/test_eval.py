@@ -55,6 +55,13 @@ def test_a_model_folder(corridor: dict[str, Any]) -> None:
     assert sandboxes_left(run) == []
 
 
+def test_token_records_of_our_own_models_are_whole(corridor: dict[str, Any]) -> None:
+    run = Path(corridor["run"])
+    assert len(list((run / "trajectories").glob("*.parquet"))) == 24
+    done = sao("verify", str(run))
+    assert done.returncode == 0 and "24 trajectories, 72 turns" in done.stdout, done.stdout
+
+
 def test_a_whole_evaluation_has_nothing_to_resume(corridor: dict[str, Any]) -> None:
     again = evaluated("--resume", corridor["run"])
     assert again == corridor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from harness.config import Config
 from harness.configfile import load_config
 from harness.errors import ConfigError
 from harness.ledger import Ledger, Slot
+from harness.registry import find
 from harness.rollout import SEEDS, TASKS
 from harness.rundir import RunDir
 from tests.unit.eval_support import SUITES, play, prepared, resumed, served
@@ -70,6 +72,8 @@ def test_what_only_training_needs_is_dropped() -> None:
     for name in ("algorithm", "loss", "critic"):
         assert getattr(config, name) == getattr(plain, name) != getattr(trained, name), name
     assert config.limits == trained.limits != plain.limits, "what an episode may use stays"
+    assert config.engine.noise == 0.0 != trained.engine.noise
+    assert config.engine.max_batch == trained.engine.max_batch != plain.engine.max_batch
 
 
 def test_a_model_that_the_suite_names_is_not_asked() -> None:
@@ -114,6 +118,7 @@ def test_what_a_score_depends_on_is_a_setting(word: str) -> None:
         (TINY, ['model.scratch.model_type="qwen3"'], r"`model\.scratch` is not for an evaluation"),
         (TINY, ["model=5"], "`model` = 5 is no table"),
         (TINY, ["eval.tasks=0"], r"`eval\.tasks` = 0"),
+        (TINY, ["engine.id=vllm", "engine.url=http://localhost:9"], r"`engine\.url` = 'http://localhost:9'"),
         (TINY, ["environment.id=coridor"], "coridor"),
         (TINY, ["limits.max_context=100000"], "positions"),
         (FAR, ["endpoint=5"], "`endpoint` = 5 is no table"),
@@ -328,6 +333,13 @@ def test_an_environment_without_an_official_judge_is_refused_before_anything_is_
     assert asyncio.run(main()) == []
 
 
+def test_a_missing_official_judge_is_named_before_anything_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="needs swebench 5") as caught:
+        find("environment", "swe").official_ready(None)
+    assert "make setup-swe" in str(caught.value.hint)
+
+
 def test_the_official_judge_gets_what_was_judged_run_by_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from environments import sums
 
@@ -338,6 +350,7 @@ def test_the_official_judge_gets_what_was_judged_run_by_run(tmp_path: Path, monk
         return {"resolved": [task.id for task in tasks[:1]], "errors": []}
 
     monkeypatch.setattr(sums.Sums, "official", official, raising=False)
+    monkeypatch.setattr(sums.Sums, "official_ready", lambda self: None, raising=False)
     monkeypatch.setattr(logging.getLogger("sao"), "disabled", True)
 
     async def main() -> Path:
@@ -364,6 +377,7 @@ def test_the_official_judge_is_asked_once_about_the_same(tmp_path: Path, monkeyp
         return {"resolved": [], "errors": []}
 
     monkeypatch.setattr(sums.Sums, "official", official, raising=False)
+    monkeypatch.setattr(sums.Sums, "official_ready", lambda self: None, raising=False)
 
     async def main() -> None:
         async with served("sums", (), "perfect") as endpoint:
