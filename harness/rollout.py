@@ -291,9 +291,9 @@ async def collect(
     """Play each slot's task with fixed weights (evaluation, value pre-training); infrastructure losses are retried.
 
     `keep` stores trajectories and leaves the episodes pending; otherwise they are booked as evaluated, and count as soon as
-    they are judged, also if the policy had no room to say anything; `records` stores the trajectories of these too. Episodes are
-    in the order of `tasks`; one lost in every try comes back as its last, rewardless episode. `heed` hears of each as it ends.
-    Samples of a task differ by `Slot.member`.
+    they are judged, also if the policy had no room to say anything; `records` stores the trajectories of these too. Episodes
+    are in the order of `tasks`; one lost in every try comes back as its last, rewardless episode. `heed` hears of each as it
+    ends. Samples of a task differ by `Slot.member`.
     """
     gate = asyncio.Semaphore(concurrency)
     lost = 0

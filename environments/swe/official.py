@@ -44,7 +44,7 @@ def evaluate(
     `patches` by instance; `folder` keeps the logs. Raises `ConfigError` if swebench is not installed, `VerifierFault` with the
     end of its output if there is no report.
     """
-    swebench = program()
+    command = [str(program()), "eval"]
     folder.mkdir(parents=True, exist_ok=True)
     tasks, predictions = folder / "tasks.jsonl", folder / "predictions.jsonl"
     tasks.write_text("".join(json.dumps(row.model_dump(mode="json")) + "\n" for row in rows))
@@ -54,7 +54,7 @@ def evaluate(
             for name, patch in patches.items()
         )
     )
-    command = [str(swebench), "eval", str(tasks), "-p", str(predictions), "--run-id", run_id, "-j", str(jobs), "-t", str(test_s)]
+    command += [str(tasks), "-p", str(predictions), "--run-id", run_id, "-j", str(jobs), "-t", str(test_s)]
     start = time.monotonic()
     try:
         done = subprocess.run(
