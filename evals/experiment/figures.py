@@ -1,7 +1,7 @@
 """The paper's curves, of any experiment: one SVG per series of a study, a line per arm, and a band over its seeds.
 
 Flows in: curves by arm. Flows out: SVG text. Lines are 10-step means over seeds; bands reach from the lowest seed to the
-highest.
+highest. Of long curves every n-th step is drawn.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from evals.switches import SMOOTH, moving_mean
 from harness.errors import ConfigError
 
 PANELS = ("reward", "explained variance", "critic gradient norm", "clip ratio", "staleness", "entropy")
+POINTS = 100
+"""Of a curve, at most."""
 
 
 def draw(title: str, name: str, arms: Mapping[str, Sequence[Curve]], *, over_tokens: bool = False) -> str | None:
@@ -44,6 +46,7 @@ def draw(title: str, name: str, arms: Mapping[str, Sequence[Curve]], *, over_tok
         if over_tokens:
             tokens = spread([np.cumsum(curve.series["action tokens"]) for curve in curves if curve.steps])[0]
             at = tokens[len(tokens) - len(middle) :]
+        at, middle, low, high = (values[:: -(-len(values) // POINTS)] for values in (at, middle, low, high))
         (line,) = axes.plot(at, middle, label=arm, linewidth=1.4)
         axes.fill_between(at, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
     if not drawn:

@@ -212,6 +212,14 @@ def test_the_papers_numbers_stand_beside_ours_only_in_its_setting(tmp_path: Path
     assert table(report, "Table 1")["sao"] == ["97.3", "74.8", "88.3", "74.0"]
 
 
+def test_a_long_curve_is_no_long_file(tmp_path: Path) -> None:
+    sizes = []
+    for steps in (100, 2_000):
+        curve = load_curve(write_run(tmp_path / str(steps), matrix().cells()[0], rows([0.5, 0.7] * (steps // 2))))
+        sizes.append(len(draw("t", "reward", {"sao": [curve]}) or ""))
+    assert sizes[1] < 1.2 * sizes[0]
+
+
 def test_nothing_to_draw_is_no_figure(tmp_path: Path) -> None:
     run = write_run(tmp_path, matrix().cells()[0], rows([0.5] * 12))
     curve = load_curve(run)
