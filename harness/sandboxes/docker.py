@@ -48,7 +48,7 @@ class DockerSandboxes:
         self._open: list[DockerSandbox] = []
 
     async def start(self) -> None:
-        """Reach every engine, remove what dead runs left there, have the default image, begin to make containers ready."""
+        """Reach every engine, remove what dead runs left there, have any default image, begin to make containers ready."""
         try:
             urls: list[str | None] = [*self._config.engines] or [None]
             for url in urls:
@@ -56,7 +56,8 @@ class DockerSandboxes:
                 pool = Pool(engine, self._config, self._run_id, self._fleet.changed)
                 self._fleet.pools.append(pool)
                 await engine.call(engine.reap, None, self._run_id, again=True)
-                await pool.folder_of(self._config.image)
+                if self._config.image:
+                    await pool.folder_of(self._config.image)
         except SandboxError as error:
             await self.close()
             raise ConfigError(error.message, hint=error.hint) from error
@@ -124,6 +125,8 @@ class DockerSandboxes:
         if not self._fleet.pools:
             raise SandboxError("the docker sandboxes are closed")
         image = task.image or self._config.image
+        if not image:
+            raise SandboxError(f"task {task.id} names no image", hint="give one for such tasks as sandbox.image")
         pool, container = await self._fleet.acquire(image, f"{task.id}#{next(_numbers)}", sibling=sibling)
         return self._sandbox(task, pool, container)
 

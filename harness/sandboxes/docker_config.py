@@ -25,7 +25,7 @@ class DockerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     image: str = "python:3.12-slim"
-    """For tasks that name none; needs bash and coreutils."""
+    """For tasks that name none; needs bash and coreutils. Empty: every task names its own."""
     engines: list[str] = Field(default_factory=list)
     """unix:///path, tcp://host:port, ssh://user@host; the environment's (DOCKER_HOST) if there is none."""
     starts: int = Field(2 * (os.cpu_count() or 1), ge=1)

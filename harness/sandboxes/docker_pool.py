@@ -170,8 +170,10 @@ class Pool:
                 await self._changed()
 
     def refill(self, image: str) -> None:
-        """Start containers of the image in the background, up to `warm` ready ones and the budget."""
+        """Start containers of the image in the background, up to `warm` ready ones and the budget; without one, none."""
         self.wanted = image
+        if not image:
+            return
         free = min(self.room() - len(self.ready), self._config.warm - len(self.ready) - self.filling)
         for _ in range(max(0, int(free))):
             self.filling += 1

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def other_image() -> Iterator[str]:
 
 
 # --- ready containers and budgets ------------------------------------------------------------------------------------
+
+
+def test_without_a_default_image_every_task_names_its_own(run_id: str) -> None:
+    async def main() -> None:
+        async with started("docker", run_id, warm=1, image="") as provider:
+            (pool,) = provider._fleet.pools
+            assert not pool.filling and not pool.ready, "nothing to make ready"
+            with pytest.raises(SandboxError, match="names no image") as caught:
+                await provider.acquire(replace(TASK, image=None))
+            assert "sandbox.image" in str(caught.value.hint)
+            assert await ok(await provider.acquire(replace(TASK, image=IMAGE)), "echo here") == "here\n"
+
+    asyncio.run(main())
 
 
 def test_a_ready_container_is_taken_and_another_made_ready(run_id: str) -> None:
