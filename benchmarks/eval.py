@@ -1,8 +1,9 @@
 """Evaluation of 200 toy tasks, 16 at a time against one by one: the quickstart's warm policy on the embedded engine.
 
 Both sides in one run: one engine process with one thread, the same tasks and seeds, through the same `collect` as `sao eval
-toy_repair`. The engine is up and warm before the clock starts. Once with the suite's sandboxes, which are processes, and once
-with sandboxes in memory, where only model and harness are left.
+toy_repair`. The engine is up and warm before the clock starts. `ratio` is with sandboxes in memory, where model and harness are
+what is measured; `ratio_in_processes` with the suite's own sandboxes, where 16 at a time are bound by the CPU that some 600
+fresh Python interpreters take (`processes_cpu_s`), which is the same on both sides.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ MODEL = "configs/quickstart-warm"
 
 def main() -> None:
     """Print the JSON line."""
-    many, one = _measured("process")
-    bare_many, bare_one = _measured("memory")
+    many, one = _measured("memory")
+    real_many, real_one = _measured("process")
     line: dict[str, Any] = {"bench": "eval", "value": many["seconds"]}
     line |= {"unit": f"seconds for {PROBLEMS} toy tasks, {CONCURRENCY} at a time", "against": "one by one"}
-    line |= {"against_s": one["seconds"], "ratio": round(one["seconds"] / many["seconds"], 2)}
-    line |= {"ratio_in_memory": round(bare_one["seconds"] / bare_many["seconds"], 2)}
-    line |= {"harness_cpu_s": many["cpu_s"], "in_memory_s": bare_many["seconds"], "in_memory_cpu_s": bare_many["cpu_s"]}
+    line |= {"against_s": one["seconds"], "ratio": round(one["seconds"] / many["seconds"], 2), "harness_cpu_s": many["cpu_s"]}
     line |= {"tokens_per_s": many["tokens_per_s"], "against_tokens_per_s": one["tokens_per_s"], "success": many["success"]}
+    line |= {"ratio_in_processes": round(real_one["seconds"] / real_many["seconds"], 2)}
+    line |= {"processes_s": real_many["seconds"], "processes_cpu_s": real_many["cpu_s"], "cores": os.cpu_count()}
     print(json.dumps(line | {"load": round(os.getloadavg()[0], 1)}))
 
 

@@ -83,10 +83,10 @@ def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, prob
 
 
 def _bare(layers: dict[str, Any]) -> dict[str, Any]:
-    """Without what only training needs, what names a model, and noise that training has by intent."""
+    """Without what only training needs, what names a model or serves it, and noise that training has by intent."""
     dropped = ("model", "sft", "value", "critic", "loss", "advantage", "algorithm", "steps", "engine")
     kept = {key: value for key, value in layers.items() if key not in dropped}
-    kept["engine"] = {key: value for key, value in _table(layers, "engine").items() if key != "noise"}
+    kept["engine"] = {key: value for key, value in _table(layers, "engine").items() if key not in ("noise", "url")}
     return kept | {"model": {k: v for k, v in _table(layers, "model").items() if k == "stop"}}
 
 

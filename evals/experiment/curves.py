@@ -63,6 +63,10 @@ class Curve:
         """Mean of the last 30 steps; NaN of nothing."""
         return nanmean(self.series[name][-LAST:])
 
+    def mean(self, name: str) -> float:
+        """Mean over all steps; NaN of nothing."""
+        return nanmean(self.series[name])
+
     def total(self, name: str) -> float:
         """Sum over all steps."""
         return float(np.nansum(self.series[name]))

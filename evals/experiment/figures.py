@@ -58,7 +58,7 @@ def draw(title: str, name: str, arms: Mapping[str, Sequence[Curve]], *, over_tok
     axes.grid(alpha=0.3)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+    return " ".join(text.getvalue().split())  # points of a path stand on lines of their own
 
 
 def smooth(values: Floats) -> Floats:

@@ -76,6 +76,12 @@ def test_what_only_training_needs_is_dropped() -> None:
     assert config.engine.max_batch == trained.engine.max_batch != plain.engine.max_batch
 
 
+def test_servers_that_the_suite_names_are_not_asked() -> None:
+    below = suite(engine={"id": "vllm", "url": "http://localhost:9", "start_s": 9.0})
+    config, _ = prepare(below, TINY, [], None, None)
+    assert (config.engine.id, config.engine.url, config.engine.start_s) == ("vllm", None, 9.0)
+
+
 def test_a_model_that_the_suite_names_is_not_asked() -> None:
     below = suite(model={"path": "nowhere", "scratch": {"model_type": "x"}, "stop": ["<eos>"]})
     config, _ = prepare(below, replace(TINY, layers={"model": {"path": "configs/corridor-warm"}}), [], None, None)

@@ -167,11 +167,10 @@ def test_every_arm_and_seed_is_in_the_report(tmp_path: Path) -> None:
     gaps = table(report, "Minus `sao`")
     assert gaps["grpo_dis"][:2] == ["-0.100 (-0.100 to -0.100) [3 of 3]", "-0.500 (-0.500 to -0.500) [3 of 3]"]
     late = table(report, "Training: means")
-    assert (late["sao"][:4], late["grpo_dis"][0], late["grpo_dis"][3]) == (
-        ["3", "0.600", "0.600", "0 of 3"],
-        "3",
-        "1 of 3 (26)",
-    )
+    assert late["arm"][:5] == ["seeds", "reward", "over the run", "peak", "collapsed (at step)"]
+    assert late["sao"][:5] == ["3", "0.600", "0.600", "0.600", "0 of 3"]
+    assert (late["grpo_dis"][0], late["grpo_dis"][4]) == ("3", "1 of 3 (26)")
+    assert float(late["grpo_dis"][1]) < float(late["grpo_dis"][2]) < float(late["grpo_dis"][3]), "one fell, late"
     cost = table(report, "What it cost")
     assert cost["sao"] == ["640", "-", "4,000", "60"]
     links = {line.partition("](")[2].rstrip(")") for line in report.splitlines() if line.startswith("![")}
