@@ -62,8 +62,20 @@ class Comparison:
         return decides(self.p, self.low, self.high)
 
     @property
+    def asked_otherwise(self) -> tuple[str, ...]:
+        """What a difference may come from besides the models."""
+        return tuple(name for name in ("environment", "split", "agent", "limits") if name in self.unlike)
+
+    @property
     def verdict(self) -> str:
-        """One sentence, with the numbers it rests on."""
+        """One sentence, with the numbers it rests on; and one of what else may be the cause."""
+        if not self.asked_otherwise:
+            return self._verdict
+        names = ", ".join(self.asked_otherwise)
+        return f"{self._verdict} They were not asked the same ({names}): this is not about the models alone."
+
+    @property
+    def _verdict(self) -> str:
         n = len(self.differences)
         interval = f"95 % interval {self.low * 100:+.1f} to {self.high * 100:+.1f}; {p_value(self.p)}"
         if self.found:

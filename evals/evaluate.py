@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from evals.models import Model
 from evals.progress import Progress
@@ -26,6 +26,7 @@ from harness.endpoint import Endpoint, EndpointConfig
 from harness.endpoint_session import EndpointSession
 from harness.errors import ConfigError
 from harness.ledger import Attempt, Slot
+from harness.modelfolder import weights_digest
 from harness.order import first
 from harness.registry import config_error
 from harness.rollout import collect
@@ -37,6 +38,7 @@ log = logging.getLogger("sao")
 
 PLAN, OFFICIAL = "evaluation.json", "official.json"
 PURPOSE = "eval-suite"
+MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class Plan:
 
 def prepare(suite: Suite, model: Model, words: list[str], runs: int | None, problems: int | None) -> tuple[Config, Plan]:
     """Lay suite, model and words over each other, and validate all of it. Raises `ConfigError`."""
+    if runs is not None and runs > MOST_RUNS:
+        raise ConfigError(f"`--runs` = {runs} of each problem", hint=f"at most {MOST_RUNS}")
     said = overrides(words)
     for name in ("path", "scratch"):
         if name in _table(said, "model"):
@@ -112,15 +116,22 @@ def store(folder: RunDir, plan: Plan) -> None:
 def stored(path: Path) -> Plan:
     """The plan of a folder. Raises `ConfigError` if it is none of an evaluation."""
     try:
-        return Plan(**json.loads((path / PLAN).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        return TypeAdapter(Plan).validate_json((path / PLAN).read_bytes())
+    except OSError as error:
         raise ConfigError(f"{path} is no evaluation: {error}", hint="give the folder that `sao eval` printed") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"{path} is no evaluation: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+            hint="give the folder that `sao eval` printed",
+        ) from error
 
 
 async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
     """Play what is missing and write `result.json`. Raises `InfrastructureError` when nothing but losses come in."""
     async with Run(folder, config, resumed=True) as run, AsyncExitStack() as stack:
         run.ledger.recover(batches=0, version=0)  # what a killed process was playing
+        run.ledger.put("records", plan.endpoint is None)
         judge = _official_judge(run) if plan.official else None
         tasks = run.tasks(plan.split)
         chosen = list(range(len(tasks))) if plan.problems is None else first(tasks, plan.problems)
@@ -131,6 +142,7 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
         missing = [s for s in slots if (place := (s.index, s.member)) not in known or known[place].reward is None]
         if missing:
             if plan.endpoint is None:
+                _same_weights(plan, run.model)
                 await run.launch_engine()
                 stage = run.stage()
             else:
@@ -165,6 +177,16 @@ async def evaluate(folder: RunDir, config: Config, plan: Plan) -> Result:
         if judge is not None and (missing or not (folder.path / OFFICIAL).is_file()):
             await _official(judge, run, plan, folder)
         return result
+
+
+def _same_weights(plan: Plan, model: Path) -> None:
+    """Raises `ConfigError` if the folder holds other weights than when the evaluation began."""
+    began, found = plan.identity.get("sha256"), weights_digest(model)
+    if found != began:
+        raise ConfigError(
+            f"{model} has changed: its weights have sha256 {found}, and this evaluation was begun with {began}",
+            hint="evaluate the new weights by themselves, with --model instead of --resume",
+        )
 
 
 def _settings(config: Config, plan: Plan) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, LearnerError
-from harness.modelfolder import weights_digest
+from harness.modelfolder import weight_files, weights_digest
 
 EXPORT_S = 3_600.0
 
@@ -55,7 +55,20 @@ def find_model(word: str) -> Model:
 
 def _folder(word: str, path: Path, layers: dict[str, Any]) -> Model:
     model = {**layers.get("model", {}), "path": str(path.resolve())}
+    _check_weights(path)
     return Model(word, {**layers, "model": model}, identity={"sha256": weights_digest(path)})
+
+
+def _check_weights(path: Path) -> None:
+    """Raises `ConfigError` for a file that is cut off or no safetensors at all."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in weight_files(path):
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except SafetensorError as error:
+            raise ConfigError(f"{file} is damaged: {error}", hint="copy or download it again") from error
 
 
 def _of_run(word: str, run: Path, checkpoint: Path | None) -> Model:

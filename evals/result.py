@@ -131,6 +131,8 @@ def load(path: Path) -> Result:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         what = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ConfigError(f"{path} is no result of an evaluation: {what}", hint="evaluate again") from error
+        raise ConfigError(
+            f"{path} is no result of an evaluation: {what}", hint="sao eval --resume FOLDER writes it anew"
+        ) from error
     except InvariantError as error:
-        raise ConfigError(f"{path} is damaged: {error.message}", hint="evaluate again") from error
+        raise ConfigError(f"{path} is damaged: {error.message}", hint="sao eval --resume FOLDER writes it anew") from error

@@ -102,7 +102,7 @@ def _of_comparison(c: Comparison) -> Content:
         f"{_named(c.only_a + c.only_b)}.",
         f"{len(c.lost)} more have no judged run in one of them{_named(c.lost)}." if c.lost else "",
         "There are several runs per problem: sign flips of the problems' means, not McNemar's test." if several else "",
-        "This is about these two models, not about other training seeds.",
+        "" if c.asked_otherwise else "This is about these two models, not about other training seeds.",
     ]
     sides = (
         ("model", c.a.model, c.b.model),

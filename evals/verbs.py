@@ -14,10 +14,10 @@ from typing import Any
 
 from evals import report
 from evals.compare import Comparison, compare
-from evals.evaluate import OFFICIAL, evaluate, prepare, store, stored
+from evals.evaluate import OFFICIAL, Plan, evaluate, prepare, store, stored
 from evals.experiment.matrix import load_matrix
 from evals.experiment.report import write_report
-from evals.experiment.runner import outcome, run_matrix
+from evals.experiment.runner import make_folder, outcome, run_matrix
 from evals.models import find_model
 from evals.result import Result, load
 from evals.suites import load_suite, suites
@@ -55,6 +55,7 @@ def evaluation(
             raise ConfigError("a suite and a --model are needed", hint=f"sao eval SUITE --model RUN; suites: {known}")
         config, plan = prepare(load_suite(words[0]), find_model(model), words[1:], runs, problems)
         if dry_run:
+            sys.stdout.write(_described(plan))
             sys.stdout.write(dump_config(config))
             return 0
         folder = RunDir.create(config, f"eval-{plan.suite}")
@@ -79,8 +80,18 @@ def evaluation(
         sys.stdout.write(f"report: {folder.path / 'report.html'}\n")
     missing = len(result.problems) * result.runs - len(result.judged)
     if missing:
+        last = next((sample.error for sample in reversed(result.samples) if sample.error), "never played")
+        sys.stderr.write(f"the last that was lost: {last}\n")
         sys.stderr.write(f"{missing} samples are missing; play them again with: sao eval --resume {folder.path}\n")
     return 1 if missing else 0
+
+
+def _described(plan: Plan) -> str:
+    """As comments above the configuration."""
+    asked = "all problems" if plan.problems is None else f"{plan.problems} problems at most"
+    lines = [f"suite {plan.suite}: {asked} of {plan.split}, {plan.runs} runs each", f"model {plan.model}"]
+    lines += [f"endpoint.{key} = {json.dumps(value)}" for key, value in (plan.endpoint or {}).items()]
+    return "".join(f"# {line}\n" for line in lines)
 
 
 def comparison(paths: list[str], *, out: Path | None, as_json: bool) -> int:
@@ -106,10 +117,12 @@ def experiment(path: Path, out: Path | None, jobs: int, *, report_only: bool, ru
     """Run what is missing of a matrix, then write its report; `out` defaults to `runs/<name of the file>`."""
     matrix = load_matrix(path)
     root = (out or Path("runs") / path.stem).resolve()
+    make_folder(root)
     try:
         outcomes = [outcome(root, cell) for cell in matrix.cells()] if report_only else run(run_matrix(matrix, root, jobs))
     except KeyboardInterrupt:
         sys.stderr.write("everything is recorded; the same command goes on\n")
         raise
-    sys.stdout.write(f"{write_report(matrix, outcomes, root)}\n")
+    written, outcomes = write_report(matrix, outcomes, root)
+    sys.stdout.write(f"{written}\n")
     return 0 if all(o.state == "done" for o in outcomes) else 1

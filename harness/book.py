@@ -44,6 +44,8 @@ class Book:
     """By number."""
     checkpoint: Row
     """Batches that it covers, and its policy version."""
+    records: bool = False
+    """Whether evaluated episodes have files too."""
 
     @property
     def version(self) -> int:
@@ -51,8 +53,9 @@ class Book:
         return max([int(self.checkpoint["version"]), *(int(batch["version"]) + 1 for batch in self.batches.values())])
 
     def stored(self) -> list[Row]:
-        """Episodes whose trajectories are kept for training, in order of completion. Those of evaluated ones may exist."""
-        rows = [row for row in self.episodes.values() if row["status"] in ("pending", "trained")]
+        """Episodes whose trajectories are kept, in order of completion: for training, and of an evaluation's own models."""
+        kept = ("pending", "trained", "evaluated") if self.records else ("pending", "trained")
+        rows = [row for row in self.episodes.values() if row["status"] in kept]
         return sorted(rows, key=lambda row: row["position"] or 0)
 
     def pass_rates(self) -> dict[str, float]:
@@ -103,8 +106,9 @@ def _read(db: sqlite3.Connection) -> Book:
     db.execute("BEGIN")
     episodes = {row["id"]: dict(row) for row in db.execute("SELECT * FROM episodes")}
     batches = {row["number"]: dict(row) for row in db.execute("SELECT * FROM batches")}
-    fact = db.execute("SELECT value FROM facts WHERE key = 'checkpoint'").fetchone()
-    book = Book(episodes, batches, json.loads(fact["value"]) if fact else {"batches": 0, "version": 0})
+    facts = {row["key"]: row["value"] for row in db.execute("SELECT * FROM facts WHERE key IN ('checkpoint', 'records')")}
+    checkpoint = json.loads(facts.get("checkpoint", '{"batches": 0, "version": 0}'))
+    book = Book(episodes, batches, checkpoint, bool(json.loads(facts.get("records", "false"))))
     for row in episodes.values():  # SQLite stores any type in any column
         numbers = {key: value for key, value in row.items() if key not in ("id", "purpose", "task_id", "status")}
         numbers = {key: value for key, value in numbers.items() if key not in ("termination", "reason") and value is not None}

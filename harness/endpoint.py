@@ -48,7 +48,7 @@ class EndpointConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    url: str = Field(pattern=r"^https?://[^\s@]+$")
+    url: str = Field(pattern=r"^https?://(\[[0-9a-fA-F:.]+\]|[^\s@/:?#\[\]]+)(:\d+)?(/[^\s@]*)?$")
     """Up to and with the version, for example http://localhost:8000/v1."""
     model: str = Field(min_length=1)
     temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
@@ -88,6 +88,7 @@ class Endpoint:
         self._key = os.environ.get(KEY, "").strip()
         self._client: aiohttp.ClientSession | None = None
         self._counts = True
+        self._said = False
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=self.config.timeout_s, sock_connect=CONNECT_S)
@@ -129,6 +130,7 @@ class Endpoint:
             stop=stop_after_attempt(config.attempts) | stop_before_delay(within_s),
             wait=self._wait,
             retry=retry_if_exception_type(PASSING),
+            before_sleep=self._say,
             reraise=True,
         )
         try:
@@ -140,6 +142,13 @@ class Endpoint:
                 hint=f"is it up, does it serve {config.model!r}?",
             ) from None
         return reply
+
+    def _say(self, state: RetryCallState) -> None:
+        """The first time that a request is repeated; how often follows in the error, if none is answered."""
+        if not self._said and state.outcome is not None:
+            self._said = True
+            error = state.outcome.exception()
+            log.warning("%s: %s; asking again", self.config.url, self._safe(str(error) or repr(error)))
 
     def _wait(self, state: RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from evals.suites import load_suite
 from harness.configfile import load_config, presets
@@ -65,22 +65,6 @@ class Matrix(BaseModel):
     arms: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
     study: list[Study] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _known(self) -> Matrix:
-        lists: dict[str, list[str]] = {"study": [s.name for s in self.study], "seeds": list(map(str, self.seeds))}
-        lists |= {f"study {s.name!r}: arms": s.arms for s in self.study}
-        for what, values in lists.items():
-            if len(set(values)) < len(values):
-                raise ValueError(f"{what}: {values} names something twice")
-        known = [SAO, *self.arms, *presets()]
-        for study in self.study:
-            for arm in study.arms:
-                if arm not in known:
-                    raise ValueError(
-                        f"study {study.name!r}: arm {arm!r} is neither in [arms] nor a preset: {nearest(arm, known)}"
-                    )
-        return self
-
     def words(self, arm: str, seed: int, steps: int) -> list[str]:
         """The arguments of `sao train`."""
         above = self.arms.get(arm, [] if arm == SAO else [arm])
@@ -96,7 +80,8 @@ class Matrix(BaseModel):
         ]
 
     def check(self) -> None:
-        """Raises `ConfigError` for a suite that is not known, or that names the arm whose configuration cannot run."""
+        """Raises `ConfigError` for what is named twice or not known, or that names the arm whose configuration cannot run."""
+        self._names()
         for study in self.study:
             for suite in study.suites:
                 load_suite(suite)
@@ -105,6 +90,28 @@ class Matrix(BaseModel):
                     load_config(self.words(arm, self.seeds[0], study.steps))
                 except ConfigError as error:
                     raise ConfigError(f"study {study.name!r}, arm {arm!r}: {error.message}", hint=error.hint) from error
+
+    def _names(self) -> None:
+        lists: dict[str, list[str]] = {"study": [s.name for s in self.study], "seeds": list(map(str, self.seeds))}
+        for study in self.study:
+            lists[f"study {study.name!r}: arms"] = study.arms
+            lists[f"study {study.name!r}: suites, by the name of the file"] = [Path(word).stem for word in study.suites]
+        for what, values in lists.items():
+            if len(set(values)) < len(values):
+                raise ConfigError(f"{what}: {values} names something twice", hint="name each of them once")
+        for arm, words in self.arms.items():
+            for word in words:
+                if word.partition("=")[0].strip() in ("steps", *self.seeded):
+                    raise ConfigError(
+                        f"[arms] {arm}: {word!r} is the matrix's own", hint="steps are a study's; see `seeds`, `seeded`"
+                    )
+        known = [SAO, *self.arms, *presets()]
+        for study in self.study:
+            for arm in study.arms:
+                if arm not in known:
+                    raise ConfigError(
+                        f"study {study.name!r}: arm {arm!r} is neither in [arms] nor a preset", hint=nearest(arm, known)
+                    )
 
 
 @dataclass(frozen=True, slots=True)

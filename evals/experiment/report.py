@@ -10,47 +10,61 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evals.experiment.curves import Curve, load_curve
 from evals.experiment.figures import PANELS, draw
 from evals.experiment.matrix import SAO, Matrix, Study
-from evals.experiment.runner import Outcome, folder_of, suite_name
+from evals.experiment.runner import Outcome, folder_of, make_folder, suite_name
 from evals.statistics import paired
+from harness.errors import ConfigError
 
 PAPER = Path(__file__).parent / "paper.toml"
 Arms = dict[str, dict[int, Curve]]
 """Curves by arm and seed."""
 
 
-def write_report(matrix: Matrix, outcomes: Sequence[Outcome], root: Path) -> Path:
-    """Write everything below `root/report`; returns the Markdown file."""
+def write_report(matrix: Matrix, outcomes: Sequence[Outcome], root: Path) -> tuple[Path, list[Outcome]]:
+    """Write everything below `root/report`; the Markdown file, and how the cells stand when their files have been read."""
     folder = root / "report"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    read = [_read(outcome, root) for outcome in outcomes]
+    outcomes = [outcome for outcome, _ in read]
     parts = [f"# {matrix.title}", "", _standing(matrix, outcomes)]
     for study in matrix.study:
-        arms = curves_of(study, outcomes, root)
+        arms = _arms(study, read)
         if arms:
             parts += [_study(matrix, study, arms), *_figures(study, arms, folder)]
     if matrix.setting == "miniature":
         parts += _paper_apart(matrix)
     path = folder / "report.md"
     path.write_text("\n".join(parts) + "\n")
-    return path
+    return path, outcomes
 
 
-def curves_of(study: Study, outcomes: Sequence[Outcome], root: Path) -> Arms:
+def _read(outcome: Outcome, root: Path) -> tuple[Outcome, Curve | None]:
+    """What a cell's newest run was like; it has failed if that cannot be read."""
+    if outcome.run is None:
+        return outcome, None
+    judged = sorted((folder_of(root, outcome.cell) / "evals").glob("eval-*/result.json"))
+    try:
+        curve = load_curve(outcome.run, [path.parent for path in judged])
+    except ConfigError as error:
+        return replace(outcome, state="failed", error=f"error: {error.message}; {error.hint}"), None
+    if outcome.state == "done" and not curve.steps:
+        return replace(outcome, state="failed", error=f"error: {outcome.run} has no metrics"), None
+    return outcome, curve if curve.steps else None
+
+
+def _arms(study: Study, read: Sequence[tuple[Outcome, Curve | None]]) -> Arms:
     """What has been run of a study, in the order of its arms."""
     arms: Arms = {}
     for arm in study.arms:
-        for outcome in outcomes:
-            cell = outcome.cell
-            if (cell.study, cell.arm) == (study.name, arm) and outcome.run is not None:
-                judged = sorted((folder_of(root, cell) / "evals").glob("eval-*/result.json"))
-                curve = load_curve(outcome.run, [path.parent for path in judged])
-                if curve.steps:
-                    arms.setdefault(arm, {})[cell.seed] = curve
+        for outcome, curve in read:
+            if (outcome.cell.study, outcome.cell.arm) == (study.name, arm) and curve is not None:
+                arms.setdefault(arm, {})[outcome.cell.seed] = curve
     return arms
 
 
@@ -67,7 +81,9 @@ def _standing(matrix: Matrix, outcomes: Sequence[Outcome]) -> str:
 
 
 def _last(error: str) -> str:
-    return error.strip().splitlines()[-1].replace("`", "'")
+    """The line that says what is wrong, or the last one."""
+    lines = error.strip().splitlines()
+    return next((line for line in lines if line.startswith("error:")), lines[-1]).replace("`", "'")
 
 
 def _study(matrix: Matrix, study: Study, arms: Arms) -> str:
@@ -162,6 +178,8 @@ def _gap(runs: Mapping[int, Curve], ours: Mapping[int, Curve], of: Callable[[Cur
     if not gaps:
         return "-"
     mean, low, high = paired(gaps)
+    if len(gaps) == 1:
+        return f"{mean:+.3f}"
     return f"{mean:+.3f} ({low:+.3f} to {high:+.3f}) [{sum(gap < 0 for gap in gaps)} of {len(gaps)}]"
 
 

@@ -12,16 +12,18 @@ import fcntl
 import logging
 import signal
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from evals.experiment.matrix import Cell, Matrix
 from evals.result import NAME as RESULT
 from evals.result import load
 from harness import processes
+from harness.configfile import dump_config, load_config
 from harness.errors import ConfigError
 
 log = logging.getLogger("sao")
@@ -58,8 +60,38 @@ def outcome(root: Path, cell: Cell) -> Outcome:
         return Outcome(cell, "failed", run, failed.read_text())
     if run is None:
         return Outcome(cell, "missing")
+    if error := _unlike(cell, run):
+        return Outcome(cell, "failed", None, error)
     judged = (run / "summary.json").is_file() and all(_complete(_evaluation(folder, suite)) for suite in cell.suites)
     return Outcome(cell, "done" if judged else "stopped", run)
+
+
+def _unlike(cell: Cell, run: Path) -> str:
+    """Why the run is none of the cell's as the matrix has it now; "" if it is."""
+    asked = tomllib.loads(dump_config(load_config(list(cell.words))))
+    try:
+        found = tomllib.loads((run / "config.toml").read_text())
+    except (OSError, ValueError) as error:
+        return f"error: {run / 'config.toml'} cannot be read: {error}; remove {run.parent} and run it again"
+    for name, (old, new) in _different(found, asked).items():
+        if name != "run_dir":
+            return (
+                f"error: `{name}` was {old} when {run.parent} was begun and is {new} in the matrix; "
+                "remove that folder, or give another --out"
+            )
+    return ""
+
+
+def _different(a: dict[str, Any], b: dict[str, Any], above: str = "") -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, by dotted name."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(a.keys() | b.keys()):
+        one, other, name = a.get(key), b.get(key), f"{above}{key}"
+        if isinstance(one, dict) and isinstance(other, dict):
+            found |= _different(one, other, f"{name}.")
+        elif one != other:
+            found[name] = (one, other)
+    return found
 
 
 def _newest(folder: Path) -> Path | None:
@@ -96,12 +128,14 @@ async def run_matrix(matrix: Matrix, root: Path, jobs: int) -> list[Outcome]:
 
 async def _one(root: Path, cell: Cell) -> Outcome:
     folder = folder_of(root, cell)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with _held(folder / "lock") as mine:
         if not mine:
             return Outcome(cell, "held", outcome(root, cell).run)
         (folder / FAILED).unlink(missing_ok=True)
         known = outcome(root, cell)
+        if known.state == "failed":
+            return known
         error = "" if known.state == "done" else await _train_and_judge(cell, folder)
         if error:
             (folder / FAILED).write_text(error)
@@ -135,7 +169,11 @@ def _complete(evaluation: Path | None) -> bool:
     """Whether it has ended without a sample missing."""
     if evaluation is None or not (evaluation / RESULT).is_file():
         return False
-    result = load(evaluation)
+    try:
+        result = load(evaluation)
+    except ConfigError as error:
+        log.warning("%s", error.message)  # `sao eval --resume` writes it anew
+        return False
     return len(result.judged) == len(result.problems) * result.runs
 
 
@@ -156,6 +194,16 @@ async def _command(words: Sequence[str], folder: Path) -> str:
     finally:
         await processes.end(process, 0.0)
     return "" if code == 0 else f"exit code {code}\n{processes.tail(path)}"
+
+
+def make_folder(folder: Path) -> None:
+    """With its parents. Raises `ConfigError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"`--out`: cannot make {folder}: {error.strerror}", hint="give a folder that can be written"
+        ) from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from evals.experiment.matrix import Cell, Matrix
 from evals.experiment.runner import folder_of
 from evals.result import Result, Sample
+from harness.configfile import dump_config, load_config
 
 BASE = ["configs/corridor.toml"]
 
@@ -32,6 +33,7 @@ def write_run(root: Path, cell: Cell, metrics: Sequence[dict[str, Any]], success
     run = folder_of(root, cell) / f"train-{name}"
     run.mkdir(parents=True)
     (run / "ledger.sqlite").touch()
+    (run / "config.toml").write_text(dump_config(load_config([*cell.words, f"run_dir={run.parent}"])))
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     if success is not None:
         heldout = {"before": {"success": 0.2}, "after": {"success": success}}

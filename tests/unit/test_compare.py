@@ -51,6 +51,14 @@ def test_the_other_way_round() -> None:
     )
 
 
+def test_other_problems_under_the_same_names_are_no_better_model() -> None:
+    easy, hard = {"environment": {"id": "corridor", "rooms": 1}}, {"environment": {"id": "corridor"}}
+    c = compare(single("1" * 20, settings=easy), single("0" * 20, settings=hard))
+    assert c.asked_otherwise == ("environment",)
+    assert c.verdict.endswith(" They were not asked the same (environment): this is not about the models alone.")
+    assert compare(single("1" * 20, settings=easy), single("0" * 20, settings=easy)).asked_otherwise == ()
+
+
 def test_no_difference_says_what_would_have_been_missed() -> None:
     c = compare(single("10" * 50), single("1001" * 25))
     assert not c.found and c.difference == 0.0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from pydantic import ValidationError
 from tenacity import Future, RetryCallState
 
 from harness.completions import reply_of, seconds, sendable
@@ -244,6 +245,24 @@ def test_what_may_pass_is_asked_again_and_in_the_end_an_engine_error(number: int
 def test_a_timeout_is_asked_again() -> None:
     reply, server, _ = talk([HANGS, answer()], once, timeout_s=0.3)
     assert (reply.content, len(server.requests)) == ("hello", 2)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://:/v1", "http:///v1", "http://", "http://a:b/v1", "ftp://host/v1", "http://user@host/v1"]
+)
+def test_an_address_of_nobody(url: str) -> None:
+    with pytest.raises(ValidationError, match="url"):
+        EndpointConfig(url=url, model="m")
+
+
+def test_addresses() -> None:
+    for url in ("http://localhost/v1", "https://example.org", "http://10.0.0.1:8000/v1/", "http://[::1]:8000/v1"):
+        assert EndpointConfig(url=url, model="m").url == url
+
+
+def test_the_first_repetition_is_said_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    talk([PASSING[0], PASSING[0], answer()], once)
+    assert [record.message.endswith("; asking again") for record in caplog.records if record.name == "sao"] == [True]
 
 
 def test_nobody_there() -> None:

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+from safetensors.numpy import save
 
 from evals import models
 from evals.models import find_model
@@ -30,10 +32,15 @@ def run_folder(folder: Path, *words: str) -> Path:
     return folder
 
 
+def stored(data: bytes) -> bytes:
+    """A file of weights."""
+    return save({"w": np.frombuffer(data, np.uint8)})
+
+
 def weights(folder: Path, data: bytes = b"weights") -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(data)
+    (folder / "model.safetensors").write_bytes(stored(data))
     return folder
 
 
@@ -51,7 +58,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def export(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         calls.append(command)
         (Path(command[-1]) / "config.json").write_text("{}")
-        (Path(command[-1]) / "model.safetensors").write_bytes(Path(command[-3]).name.encode())
+        (Path(command[-1]) / "model.safetensors").write_bytes(stored(Path(command[-3]).name.encode()))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(models.subprocess, "run", export)
@@ -68,6 +75,15 @@ def test_an_endpoint(url: str) -> None:
     assert model.layers == {}
 
 
+@pytest.mark.parametrize("cut", [0, 4, 60])
+def test_weights_that_are_cut_off(tmp_path: Path, cut: int) -> None:
+    file = weights(tmp_path / "m") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged") as caught:
+        find_model(str(tmp_path / "m"))
+    assert caught.value.hint
+
+
 @pytest.mark.parametrize("word", ["http://localhost/v1", "http://localhost/v1#"])
 def test_an_endpoint_without_a_name(word: str) -> None:
     with pytest.raises(ConfigError, match="names no model") as caught:
@@ -80,8 +96,8 @@ def test_a_model_folder_is_known_by_its_weights(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     model = find_model("model")
     assert model.layers == {"model": {"path": str(folder)}} and model.endpoint is None
-    assert model.identity == {"sha256": hashlib.sha256(b"weights").hexdigest()}
-    (folder / "model.safetensors").write_bytes(b"others")
+    assert model.identity == {"sha256": hashlib.sha256(stored(b"weights")).hexdigest()}
+    (folder / "model.safetensors").write_bytes(stored(b"others"))
     assert find_model("model").identity != model.identity
 
 
@@ -99,7 +115,7 @@ def test_a_run_that_has_ended_is_its_final_policy(tmp_path: Path, exports: list[
     assert model.layers["model"] == {"path": str(final), "stop": ["<eos>"]}, "it talks as it was trained to"
     assert model.layers["rollout"] == {"tool_calls": "glm"} and model.layers["trainer"] == {"dtype": "bfloat16"}
     assert model.layers["agent"] == {"id": "tool_loop", "nudge": "go on"}
-    assert model.identity == {"sha256": hashlib.sha256(b"weights").hexdigest()}
+    assert model.identity == {"sha256": hashlib.sha256(stored(b"weights")).hexdigest()}
 
 
 def test_a_run_under_way_is_its_newest_whole_checkpoint(tmp_path: Path, exports: list[list[str]]) -> None:
@@ -109,7 +125,7 @@ def test_a_run_under_way_is_its_newest_whole_checkpoint(tmp_path: Path, exports:
     (run / "checkpoints" / "batch-000040-2").mkdir()  # without what is written last
     model = find_model(str(run))
     assert model.layers["model"]["path"] == str(run / "exported" / "batch-000020-2")
-    assert model.identity == {"sha256": hashlib.sha256(b"batch-000020-2").hexdigest()}
+    assert model.identity == {"sha256": hashlib.sha256(stored(b"batch-000020-2")).hexdigest()}
     assert [Path(words[-3]).name for words in exports] == ["batch-000020-2"]
     assert exports[0][-2] == str(WARM), "config and tokenizer are those of the start"
 
@@ -217,5 +233,5 @@ def test_two_that_export_at_once_get_the_same(tmp_path: Path, monkeypatch: pytes
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(models.subprocess, "run", overtaken)
-    assert find_model(str(place)).identity == {"sha256": hashlib.sha256(b"the other's").hexdigest()}
+    assert find_model(str(place)).identity == {"sha256": hashlib.sha256(stored(b"the other's")).hexdigest()}
     assert os.listdir(run / "exported") == [place.name]

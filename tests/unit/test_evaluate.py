@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 
 from evals.compare import compare
 from evals.evaluate import PURPOSE, _settings, evaluate, prepare, store, stored
-from evals.models import Model
+from evals.models import Model, find_model
 from evals.result import load
 from evals.scripted_endpoint import lucky
 from evals.statistics import mean_success
@@ -34,6 +35,8 @@ from tests.unit.eval_support import SUITES, play, prepared, resumed, served
 WARM = {"model": {"path": "configs/corridor-warm", "stop": ["<eos>"]}}
 TINY = Model("tiny", WARM, identity={"sha256": "x"})
 FAR = Model("far", endpoint={"url": "http://localhost/v1", "model": "m"}, identity={"url": "http://localhost/v1", "model": "m"})
+PLAN = {"suite": "a", "model": "m", "identity": {}, "endpoint": None, "runs": 1, "split": "heldout", "problems": 1}
+PLAN |= {"official": False}
 
 
 def suite(**layers: Any) -> Suite:
@@ -140,12 +143,31 @@ def test_one_clear_error(model: Model, words: list[str], message: str) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"suite": "a"}'])
-def test_a_folder_that_is_no_evaluation(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"suite": "a"}', PLAN | {"problems": "x"}, PLAN | {"split": "x"}])
+def test_a_folder_that_is_no_evaluation(tmp_path: Path, text: str | dict[str, Any] | None) -> None:
     if text is not None:
-        (tmp_path / "evaluation.json").write_text(text)
+        (tmp_path / "evaluation.json").write_text(text if isinstance(text, str) else json.dumps(text))
     with pytest.raises(ConfigError, match="is no evaluation"):
         stored(tmp_path)
+
+
+def test_as_many_runs_as_can_be_listed() -> None:
+    with pytest.raises(ConfigError, match=r"`--runs` = 99999999999") as caught:
+        prepare(suite(), TINY, [], 99_999_999_999, None)
+    assert "10000" in caught.value.hint
+
+
+def test_weights_that_changed_are_not_mixed_into_a_result(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree("configs/corridor-warm", model)
+    found = find_model(str(model))
+    config, plan = prepare(suite(model={"stop": ["<eos>"]}), found, [f"run_dir={tmp_path}", "trainer.dtype=float32"], None, 2)
+    run = RunDir.create(config, "eval-mine")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b"\0")
+    with pytest.raises(ConfigError, match=r"has changed: .*was begun with " + found.identity["sha256"]) as caught:
+        asyncio.run(evaluate(run, config, plan))
+    assert "--model" in caught.value.hint
 
 
 def test_a_plan_comes_back_as_it_was_stored(tmp_path: Path) -> None:
@@ -261,6 +283,7 @@ def test_missing_samples_are_exit_code_1_until_they_are_there(tmp_path: Path, ca
             report = json.loads(said.out)
             assert (code, report["missing"], report["judged"], report["success"]) == (1, 1, 2, 1.0)
             assert f"sao eval --resume {report['run']}" in said.err
+            assert "the last that was lost: " in said.err and "overloaded" in said.err
             endpoint.fails = lambda body: False  # type: ignore[method-assign]
             code = await asyncio.to_thread(verb, [], None, resume=Path(report["run"]))
             said = capsys.readouterr()
@@ -274,7 +297,14 @@ def test_missing_samples_are_exit_code_1_until_they_are_there(tmp_path: Path, ca
 
 def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb(["sums", f"run_dir={tmp_path}"], "http://localhost:9/v1#m", dry_run=True) == 0
-    assert 'id = "sums"' in capsys.readouterr().out and not list(tmp_path.iterdir())
+    said = capsys.readouterr().out
+    assert 'id = "sums"' in said and not list(tmp_path.iterdir())
+    for line in (
+        "# suite sums: 256 problems at most of heldout, 1 runs each",
+        "# model http://",
+        "# endpoint.temperature = 1.0",
+    ):
+        assert line in said, said
     _, run, _ = play("sums", tmp_path, fails=lambda _: True, problems=1)
     before = (run.path / "result.json").stat().st_mtime_ns
     assert verb([], None, resume=run.path, dry_run=True) == 0

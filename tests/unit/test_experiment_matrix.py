@@ -58,6 +58,12 @@ def test_the_miniature_of_the_paper_can_run() -> None:
         ("BASE\nseeds = [1, 1]\nSTUDY", "names something twice"),
         ("BASE\nSTUDY\nSTUDY", "names something twice"),
         ('BASE\n[[study]]\nname = "s"\nsteps = 3\narms = ["sao", "sao"]', "names something twice"),
+        (
+            'BASE\n[[study]]\nname = "s"\nsteps = 3\narms = ["sao"]\nsuites = ["sums", "mine/sums.toml"]',
+            r"suites, by the name of the file: .*names something twice",
+        ),
+        ('BASE\n[arms]\nlong = ["steps=9"]\nSTUDY', r"long: 'steps=9' is the matrix's own"),
+        ('BASE\n[arms]\nlong = ["seed=9"]\nSTUDY', r"long: 'seed=9' is the matrix's own"),
         ('BASE\n[[study]]\nname = "s"\nsteps = 0\narms = ["sao"]', r"steps` = 0"),
         ('BASE\n[[study]]\nname = "s"\nsteps = 3\narms = []', r"arms` = \[\]"),
         ('BASE\n[[study]]\nname = "../s"\nsteps = 3\narms = ["sao"]', r"name` = '\.\./s'"),

@@ -120,7 +120,7 @@ def test_a_damaged_run_is_one_clear_error(tmp_path: Path, name: str) -> None:
 
 
 def reported(made: Matrix, root: Path, outcomes: list[Outcome] | None = None) -> str:
-    return write_report(made, outcomes or [outcome(root, c) for c in made.cells()], root).read_text()
+    return write_report(made, outcomes or [outcome(root, c) for c in made.cells()], root)[0].read_text()
 
 
 def table(report: str, heading: str) -> dict[str, list[str]]:
@@ -209,6 +209,29 @@ def test_the_papers_numbers_stand_beside_ours_only_in_its_setting(tmp_path: Path
         assert ("In brackets: the paper's number" in report) == (setting == "paper")
         assert ("## The paper's numbers: another setting" in report) == (setting == "miniature")
     assert table(report, "Table 1")["sao"] == ["97.3", "74.8", "88.3", "74.0"]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl"])
+def test_a_damaged_cell_has_failed_and_the_others_are_reported(tmp_path: Path, name: str) -> None:
+    made = matrix()
+    for cell in made.cells():
+        write_run(tmp_path, cell, rows([0.5] * 12))
+    bad = outcome(tmp_path, made.cells()[0])
+    assert bad.run is not None
+    (bad.run / name).write_text("{")
+    path, found = write_report(made, [outcome(tmp_path, cell) for cell in made.cells()], tmp_path)
+    assert [o.state for o in found] == ["failed", "done", "done", "done"]
+    assert f"- `{bad.cell.name}` is failed: `error: {bad.run}: cannot be read" in path.read_text()
+    (bad.run / name).write_text("{}" if name == "summary.json" else "")
+    _, found = write_report(made, [outcome(tmp_path, cell) for cell in made.cells()], tmp_path)
+    assert found[0].state == ("done" if name == "summary.json" else "failed"), "a run without metrics is no run"
+
+
+def test_one_seed_has_no_interval(tmp_path: Path) -> None:
+    made = matrix(seeds=[0])
+    for cell, success in zip(made.cells(), (0.75, 0.5), strict=True):
+        write_run(tmp_path, cell, rows([0.5] * 12), success)
+    assert table(reported(made, tmp_path), "Minus `sao`")["grpo_dis"][0] == "-0.250"
 
 
 def test_a_long_curve_is_no_long_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from evals.experiment import runner
 from evals.experiment.matrix import Cell, Matrix
-from evals.experiment.runner import FAILED, Outcome, folder_of, outcome, run_matrix
+from evals.experiment.runner import FAILED, Outcome, folder_of, make_folder, outcome, run_matrix
 from evals.verbs import experiment
+from harness.errors import ConfigError
 from tests.unit.experiment_support import BASE, matrix, rows, write_evaluation, write_run
 
 SUITES = ["sums", "configs/quickstart.toml"]
@@ -75,7 +77,7 @@ def states(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def test_how_a_cell_stands(tmp_path: Path) -> None:
-    cell = Cell("s", "sao", 0, (), ("sums",))
+    cell = Cell("s", "sao", 0, (*BASE, "seed=0", "steps=3"), ("sums",))
     place = folder_of(tmp_path, cell)
     assert outcome(tmp_path, cell) == Outcome(cell, "missing")
     place.mkdir(parents=True)
@@ -97,6 +99,36 @@ def test_how_a_cell_stands(tmp_path: Path) -> None:
     assert outcome(tmp_path, cell) == Outcome(cell, "done", run)
     (place / FAILED).write_text("a later one")
     assert outcome(tmp_path, cell).state == "failed"
+
+
+def test_a_run_of_other_settings_is_none_of_the_cell_s(tmp_path: Path, sao: Commands) -> None:
+    before = matrix()
+    ran(before, sao)
+    after = matrix(base=[*BASE, "trainer.optimizer.lr=0.5"])
+    found = ran(after, sao)
+    assert states(found) == ["failed"] * 4 and not sao.asked, "nothing is trained on, nothing is passed off"
+    folder = folder_of(tmp_path, before.cells()[0])
+    said = f"error: `trainer.optimizer.lr` was 0.001 when {folder} was begun and is 0.5 in the matrix; remove that folder"
+    assert found[0].error.startswith(said)
+    shutil.rmtree(folder)
+    assert states(ran(after, sao))[0] == "done"
+
+
+def test_a_damaged_result_is_judged_again(tmp_path: Path, sao: Commands) -> None:
+    made = matrix(study=[{"name": "s", "arms": ["sao"], "steps": 3, "suites": ["sums"]}])
+    ran(made, sao)
+    (damaged,) = folder_of(tmp_path, made.cells()[0]).glob("evals/*/result.json")
+    damaged.write_text(damaged.read_text()[:40])
+    assert outcome(tmp_path, made.cells()[0]).state == "stopped"
+    assert states(ran(made, sao)) == ["done"] * 2
+    assert sao.asked == [["eval", "--resume", str(damaged.parent.relative_to(tmp_path))]]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"`--out`: cannot make .*file") as caught:
+        make_folder(tmp_path / "file" / "below")
+    assert "can be written" in caught.value.hint
 
 
 # --- running ---------------------------------------------------------------------------------------------------------

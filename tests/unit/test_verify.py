@@ -295,6 +295,11 @@ def test_older_files_are_not_provable_and_no_failure(run: Path) -> None:
     assert list(lines(checks))[-1].startswith("ok; not checked: 1")
 
 
+def test_an_evaluation_has_the_files_of_what_it_played(run: Path) -> None:
+    sql(run, "INSERT INTO facts VALUES ('records', 'true')")
+    assert failed(verify(run)) == {6: ["judged.0.parquet: the file is missing"]}, "`silent` has said nothing"
+
+
 def test_given_conversations_have_no_episode(run: Path) -> None:
     t = Trajectory.load(file(run, "a"))
     replace(t, episode_id="conversation-1", task_id="conversation-1", reward=None).save(file(run, "conversation-1"))
