@@ -356,12 +356,14 @@ def _check(args: argparse.Namespace) -> int:
 
 def _eval(args: argparse.Namespace) -> int:
     if args.compare is not None:
-        if args.config or args.model or args.resume:
+        if args.config or args.model or args.resume or args.runs or args.problems or args.dry_run:
             raise ConfigError(
                 "--compare plays nothing", hint="give two folders of evaluations; only --out and --json go with it"
             )
         comparison: Callable[..., int] = load_object("evals.verbs:comparison")
         return comparison(args.compare, out=args.out, as_json=args.json)
+    if args.out is not None:
+        raise ConfigError("--out is for --compare", hint="give run_dir=FOLDER; the report is in the folder of the evaluation")
     evaluation: Callable[..., int] = load_object("evals.verbs:evaluation")
     return evaluation(
         args.config,

@@ -24,6 +24,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from evals.evaluate import prepare
+from evals.models import Model
 from evals.suites import load_suite
 from harness.configfile import load_config, presets
 from harness.errors import ConfigError
@@ -87,7 +89,11 @@ class Matrix(BaseModel):
                 load_suite(suite)
             for arm in study.arms:
                 try:
-                    load_config(self.words(arm, self.seeds[0], study.steps))
+                    config = load_config(self.words(arm, self.seeds[0], study.steps))
+                    if config.model.path is not None:
+                        asked = Model(arm, {"model": {"path": config.model.path, "stop": config.model.stop}})
+                        for suite in study.suites:
+                            prepare(load_suite(suite), asked, [], None, None)
                 except ConfigError as error:
                     raise ConfigError(f"study {study.name!r}, arm {arm!r}: {error.message}", hint=error.hint) from error
 

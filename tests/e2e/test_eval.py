@@ -150,6 +150,9 @@ def test_kill_9_and_resume_and_compare(tmp_path: Path, endpoint: Stalling, corri
         (["aime_2024", *CORRIDOR], "suite 'aime_2024' is not known"),
         (["corridor", "--model", "nowhere"], "`--model` = 'nowhere' is no model"),
         (["--compare", "configs", "configs"], "cannot be read"),
+        (["--compare", "a", "b", "--runs", "2"], "--compare plays nothing"),
+        (["--compare", "a", "b", "--dry-run"], "--compare plays nothing"),
+        (["corridor", "--model", "configs/corridor-warm", "--out", "x"], "--out is for --compare"),
     ],
 )
 def test_one_clear_error(words: list[str], message: str) -> None:

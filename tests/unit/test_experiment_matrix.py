@@ -62,6 +62,10 @@ def test_the_miniature_of_the_paper_can_run() -> None:
             'BASE\n[[study]]\nname = "s"\nsteps = 3\narms = ["sao"]\nsuites = ["sums", "mine/sums.toml"]',
             r"suites, by the name of the file: .*names something twice",
         ),
+        (
+            'BASE\n[[study]]\nname = "s"\nsteps = 3\narms = ["sao"]\nsuites = ["aime_2025"]',
+            r"study 's', arm 'sao': `limits.max_context` = 131072: the model knows 64 positions",
+        ),
         ('BASE\n[arms]\nlong = ["steps=9"]\nSTUDY', r"long: 'steps=9' is the matrix's own"),
         ('BASE\n[arms]\nlong = ["seed=9"]\nSTUDY', r"long: 'seed=9' is the matrix's own"),
         ('BASE\n[[study]]\nname = "s"\nsteps = 0\narms = ["sao"]', r"steps` = 0"),
