@@ -167,8 +167,8 @@ def config_error(error: ValidationError, model: type[BaseModel], prefix: str = "
 
 def _fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     current: Any = model
-    for part in loc:
-        annotation = current.model_fields[str(part)].annotation if str(part) in current.model_fields else None
+    for part in (part for part in loc if isinstance(part, str)):  # a place in a list is of the list's kind
+        annotation = current.model_fields[part].annotation if part in current.model_fields else None
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         current = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
         if current is None:

@@ -93,6 +93,14 @@ def test_one_clear_error(tmp_path: Path, text: str | None, message: str) -> None
     assert caught.value.hint
 
 
+def test_a_misspelt_field_of_a_study_is_told_the_right_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text('base = ["configs/corridor.toml"]\n[[study]]\nname = "s"\nsteps = 3\narms = ["sao"]\ntitel = "T"')
+    with pytest.raises(ConfigError, match=r"`m\.toml\.study\.0\.titel` is not a setting") as caught:
+        load_matrix(path)
+    assert "title" in caught.value.hint
+
+
 # --- the paper's numbers ---------------------------------------------------------------------------------------------
 
 PAPER = {
