@@ -132,6 +132,10 @@ async def _one(root: Path, cell: Cell) -> Outcome:
     with _held(folder / "lock") as mine:
         if not mine:
             return Outcome(cell, "held", outcome(root, cell).run)
+        if (run := _newest(folder)) is not None:
+            with _held(run / "lock") as ended:
+                if not ended:  # `sao train` outlives a killed experiment
+                    return Outcome(cell, "held", run)
         (folder / FAILED).unlink(missing_ok=True)
         known = outcome(root, cell)
         if known.state == "failed":

@@ -180,6 +180,17 @@ def test_a_run_that_another_process_holds_is_left_to_it(tmp_path: Path, sao: Com
     assert states(ran(made, sao)) == ["done", "done"]
 
 
+def test_a_run_that_outlives_a_killed_experiment_is_waited_for(tmp_path: Path, sao: Commands) -> None:
+    made = matrix(seeds=[0])
+    run = write_run(tmp_path, made.cells()[0], rows([0.5]), success=None)
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sao.cells = made.cells()
+        found = asyncio.run(run_matrix(made, tmp_path, 1))
+        assert states(found) == ["held", "done"] and not (folder_of(tmp_path, made.cells()[0]) / FAILED).exists()
+    assert states(ran(made, sao)) == ["done", "done"]
+
+
 # --- suites ----------------------------------------------------------------------------------------------------------
 
 
