@@ -22,6 +22,7 @@ from harness.errors import ConfigError, InvariantError
 
 VERSION = 1
 NAME = "result.json"
+ANEW = "`sao eval --resume FOLDER` writes it anew"
 SUCCESS = 0.5
 """A reward above it is a success."""
 
@@ -131,8 +132,6 @@ def load(path: Path) -> Result:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         what = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ConfigError(
-            f"{path} is no result of an evaluation: {what}", hint="sao eval --resume FOLDER writes it anew"
-        ) from error
+        raise ConfigError(f"{path} is no result of an evaluation: {what}", hint=ANEW) from error
     except InvariantError as error:
-        raise ConfigError(f"{path} is damaged: {error.message}", hint="sao eval --resume FOLDER writes it anew") from error
+        raise ConfigError(f"{path} is damaged: {error.message}", hint=ANEW) from error
